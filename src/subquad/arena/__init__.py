@@ -1,0 +1,1 @@
+"""Mechanisms side by side: the demonstration, speed, memory and approximation error."""

@@ -1,0 +1,230 @@
+"""Time and memory of the demonstration, measured in a child process on one thread.
+
+``python -m subquad.arena.demo_measure`` reads one job as JSON from standard input and writes
+JSON lines: ``{"progress": ...}`` as it goes and ``{"result": ...}`` at the end. Peak memory is
+that of a forked copy of the child: its peak resident set less its own at the fork, so imports,
+weights and inputs do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["measure", "peak_memory", "swap"]
+
+MIB = 2**20
+
+
+def swap(model: nn.Module, mechanism: str, seed: int = 0) -> None:
+    """Puts a mechanism into every layer: a spec, ``"exact"`` or ``"uniform"``."""
+    from subquad.arena.uniform import Uniform
+    from subquad.convert.routing import SLOT
+    from subquad.convert.swap import convert, converted_layers, revert
+
+    if mechanism == "exact":
+        revert(model)
+        return
+    convert(model, "softmax" if mechanism == "uniform" else mechanism, seed=seed)
+    if mechanism == "uniform":
+        for _, layer in converted_layers(model):
+            old: Any = layer._modules[SLOT]
+            layer._modules[SLOT] = Uniform(head_dim=old.head_dim, num_heads=old.num_heads)
+
+
+def measure(job: dict[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+    """Runs a job in a child process with one thread and returns its result.
+
+    Raises:
+        RuntimeError: if the child fails, with what it wrote to standard error.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "subquad.arena.demo_measure"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert child.stdin and child.stdout and child.stderr
+    with child:
+        child.stdin.write(json.dumps(job))
+        child.stdin.close()
+        result: dict[str, Any] | None = None
+        for line in child.stdout:
+            message = json.loads(line)
+            if "progress" in message:
+                progress(message["progress"])
+            else:
+                result = message["result"]
+        problem = child.stderr.read()
+        if child.wait() or result is None:
+            raise RuntimeError(f"measuring failed in the child process:\n{problem}")
+    return result
+
+
+def peak_memory(prepare: Callable[[], Callable[[], Any]]) -> float | None:
+    """Peak MiB of one call beyond what `prepare` holds; None where a process cannot fork."""
+    if not hasattr(os, "fork"):
+        return None
+    import resource
+
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory would be reused unseen
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        peak = -1
+        try:
+            run = prepare()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            run()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        finally:
+            os.write(write, str(peak).encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    peak = int(text or -1)
+    if peak < 0:
+        return None
+    return peak / MIB if sys.platform == "darwin" else peak / 1024
+
+
+# ---- jobs --------------------------------------------------------------------------------
+
+
+def _model_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds per passage, interleaved, and peak memory, for each row."""
+    from subquad.arena.encoders import load_encoder
+
+    model = load_encoder(job["model"]).model
+    ids = torch.arange(job["batch"] * job["length"]).reshape(job["batch"], -1)
+    ids = ids * 7919 % int(model.config.vocab_size)
+    rows: list[str] = job["rows"]
+    times: dict[str, list[float]] = {row: [] for row in rows}
+    memory: dict[str, float | None] = {}
+    with torch.no_grad():
+        for row in rows:
+            swap(model, row)
+            model(input_ids=ids[:, :32])
+            say(f"memory of {row}")
+
+            def call() -> Any:
+                return model(input_ids=ids)
+
+            memory[row] = peak_memory(lambda: call)
+        for turn in range(job["rounds"]):
+            for row in rows:
+                say(f"time of {row}, {turn + 1} of {job['rounds']}")
+                swap(model, row)
+                model(input_ids=ids[:1, :32])
+                start = time.perf_counter()
+                model(input_ids=ids)
+                times[row].append((time.perf_counter() - start) / job["batch"])
+    return {
+        row: {"seconds": statistics.median(times[row]), "memory": memory[row]} for row in rows
+    }
+
+
+def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v
+
+
+def _attention_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds and peak memory of one attention call at each length, interleaved."""
+    from subquad.registry import build
+
+    heads, width = job["heads"], job["head_dim"]
+    mechanism = build(job["mechanism"], head_dim=width, num_heads=heads).eval()
+    functions: dict[str, Callable[..., Any]] = {
+        "sdpa": nn.functional.scaled_dot_product_attention,
+        "mechanism": mechanism,
+        "explicit": _explicit,
+    }
+    seconds: dict[str, dict[int, float]] = {"sdpa": {}, "mechanism": {}}
+    memory: dict[str, dict[int, float]] = {name: {} for name in functions}
+    left_out: list[str] = []
+    gone: set[str] = set()
+    with torch.no_grad():
+        for name in seconds:
+            functions[name](*torch.randn(3, 1, heads, 64, width))
+        for length in job["lengths"]:
+            qkv = torch.randn(3, 1, heads, length, width)
+            for name in seconds:
+                before = seconds[name].get(length // 2)
+                # Doubling the length at most quadruples the time.
+                if name not in gone and before is not None and 4.2 * before > job["budget"]:
+                    gone.add(name)
+                    left_out.append(
+                        f"{name} from {length} tokens on: a call would take more than "
+                        f"{job['budget']:g} s"
+                    )
+            times: dict[str, list[float]] = {n: [] for n in seconds if n not in gone}
+            began = time.perf_counter()
+            for turn in range(job["rounds"]):
+                if turn and time.perf_counter() - began > job["budget"] / 2:
+                    break
+                for name, runs in times.items():
+                    say(f"attention over {length} tokens, {name}")
+                    start = time.perf_counter()
+                    functions[name](*qkv)
+                    runs.append(time.perf_counter() - start)
+            for name, runs in times.items():
+                seconds[name][length] = statistics.median(runs)
+            del qkv
+            for name, function in functions.items():
+                too_long = seconds.get(name, {}).get(length, 99.0) > job["budget"] / 3
+                if name == "explicit":
+                    too_long = heads * length**2 * 4 > 600 * MIB
+                if too_long:
+                    continue
+                say(f"memory of attention over {length} tokens, {name}")
+
+                def prepare(
+                    function: Callable[..., Any] = function, length: int = length
+                ) -> Callable[[], Any]:
+                    inputs = torch.randn(3, 1, heads, length, width)
+                    return lambda: function(*inputs)
+
+                peak = peak_memory(prepare)
+                if peak is not None:
+                    memory[name][length] = peak
+    return {"seconds": seconds, "memory": memory, "left_out": left_out}
+
+
+def _main() -> None:
+    job = json.loads(sys.stdin.read())
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+    def say(text: str) -> None:
+        sys.stdout.write(json.dumps({"progress": text}) + "\n")
+        sys.stdout.flush()
+
+    jobs = {"model": _model_job, "attention": _attention_job}
+    result = jobs[job["kind"]](job, say)
+    sys.stdout.write(json.dumps({"result": result}) + "\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,1 @@
+"""Mechanisms: engines, one file each, and the interface that they share."""

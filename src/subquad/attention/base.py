@@ -1,0 +1,504 @@
+"""What every mechanism is: `Mechanism`, its `Capabilities` and its `State`.
+
+A mechanism is one file: a `Config` with its options, a `Mechanism` subclass with an `Info`
+and the method `_attend`, and one line in `subquad.registry`. This base checks arguments
+once for all, merges leading dimensions into B and refuses what is not declared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from subquad.attention.masks import MASK_KINDS, Mask
+from subquad.attention.partial import Partial
+from subquad.errors import (
+    DeviceError,
+    DtypeError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
+from subquad.options import Config
+from subquad.shapes import KeyMask, Keys, Output, Queries, Values, Weights
+
+__all__ = ["Absent", "Capabilities", "Cost", "Info", "Mechanism", "State", "Support"]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A capability that is not there, with the reason; false in a condition."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+Support = Literal[True] | Absent
+"""True, or `Absent` with a reason."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a mechanism can do with given options. Every absence carries its reason.
+
+    Args:
+        causal, key, prefix, segments, window, dense: kinds of `Mask` that are taken.
+        cross: queries and keys of different lengths.
+        gqa: fewer key/value heads than query heads.
+        state: ``"constant"`` or ``"growing"`` memory in `prefill`/`step`, or `Absent`.
+        partial: `Mechanism.partial` gives sums that merge with those of other keys.
+        weights: `Mechanism.weights` gives the implied attention matrix.
+        approximates: what the mechanism approximates (``"softmax"``), or None.
+        trainable: gradients reach q, k and v.
+        compile: ``torch.compile(fullgraph=True)`` without recompiling per length.
+        deterministic: the same input gives the same output (once the seed is chosen).
+        max_length: `build` needs ``max_length``.
+        qkv: reads q, k, v (False for token mixers).
+        functional: has no learned parameters, so that `subquad.attention` takes it.
+        pad_invariant: right-padding equals the unpadded call, row by row.
+        reach: which past tokens can influence a token under a causal mask.
+    """
+
+    causal: Support = True
+    key: Support = True
+    prefix: Support = Absent("not implemented by this mechanism")
+    segments: Support = Absent("not implemented by this mechanism")
+    window: Support = Absent("not implemented by this mechanism")
+    dense: Support = Absent("an explicit L×S mask needs exact attention")
+    cross: Support = True
+    gqa: Support = True
+    state: Literal["constant", "growing"] | Absent = Absent("no state is defined")
+    partial: Support = Absent("sums over keys are not separable")
+    weights: Support = True
+    approximates: str | None = None
+    trainable: Support = True
+    compile: Support = True
+    deterministic: Support = True
+    max_length: bool = False
+    qkv: bool = True
+    functional: Support = True
+    pad_invariant: Support = True
+    reach: str = "all past tokens"
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(name, value, reason) of every capability, for tables."""
+        rows = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Absent):
+                rows.append((field.name, "no", value.reason))
+            elif isinstance(value, bool):
+                rows.append((field.name, "yes" if value else "no", ""))
+            else:
+                rows.append((field.name, str(value), ""))
+        return rows
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Leading-order cost of one forward call for one batch row and one head.
+
+    Args:
+        formula: the order, for people: ``"O(L·M·(D+V))"``.
+        flops: multiply-adds count two; (length, head_dim, value_dim, config) → FLOPs.
+        memory: bytes beyond inputs and output in float32; same arguments.
+    """
+
+    formula: str
+    flops: Callable[[int, int, int, Any], float]
+    memory: Callable[[int, int, int, Any], float]
+
+
+@dataclass(frozen=True)
+class Info:
+    """What `subquad.describe` prints about a mechanism.
+
+    Args:
+        summary: one line.
+        formula: the defining formula.
+        cost: see `Cost`.
+        paper: citation with arXiv number and equation.
+        limit: the setting at which the mechanism is exact, and against what.
+        options: one line for each option.
+        deviations: where the implementation departs from the paper.
+    """
+
+    summary: str
+    formula: str
+    cost: Cost
+    paper: str
+    limit: str
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
+    deviations: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What a mechanism remembers of past keys. Every tensor's first dimension is the batch.
+
+    Subclasses are frozen dataclasses whose fields are tensors, None or numbers. States are
+    values: `step` returns a new one and leaves the old one usable (snapshots are free).
+    """
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> State:
+        """A state with `function` applied to every tensor."""
+        return dataclasses.replace(
+            self, **{name: function(tensor) for name, tensor in self.tensors().items()}
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
+
+    def select(self, rows: Tensor | Sequence[int]) -> State:
+        """Keeps batch rows `rows`, in that order (beam reordering)."""
+        return self.map(lambda t: t.index_select(0, torch.as_tensor(rows, device=t.device)))
+
+    def repeat(self, n: int) -> State:
+        """Repeats every batch row n times, neighbours first (beam expansion)."""
+        return self.map(lambda t: t.repeat_interleave(n, 0))
+
+    def clone(self) -> State:
+        """A deep copy."""
+        return self.map(torch.clone)
+
+    def detach(self) -> State:
+        """A state cut off from the autograd graph."""
+        return self.map(torch.Tensor.detach)
+
+    def to(self, device: torch.device | str) -> State:
+        """A copy on `device`."""
+        return self.map(lambda t: t.to(device))
+
+
+class Mechanism(nn.Module, ABC):
+    """An attention mechanism for heads of a given size.
+
+    Args:
+        head_dim: D, width of query and key heads.
+        num_heads: H, query heads.
+        num_kv_heads: Hkv, key/value heads; divides H. Default H.
+        value_dim: V, width of value heads. Default: whatever a call brings.
+        embed_dim: C, width of the model, for mechanisms that need it.
+        max_length: longest sequence, for mechanisms that need it.
+        seed: determines every random draw.
+        device, dtype: of parameters and buffers.
+        options: the mechanism's own options, see its ``Config``.
+
+    Raises:
+        OptionError: for a wrong size or option; all problems at once.
+    """
+
+    name: ClassVar[str]
+    family: ClassVar[str]
+    Config: ClassVar[type[Config]]
+    info: ClassVar[Info]
+
+    def __init__(
+        self,
+        *,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        value_dim: int | None = None,
+        embed_dim: int | None = None,
+        max_length: int | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.config = self.Config.from_options(options)
+        self.head_dim = head_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.value_dim = value_dim
+        self.embed_dim = embed_dim
+        self.max_length = max_length
+        self.seed = seed
+        self._check_sizes()
+        self.capabilities = self.capabilities_for(self.config)
+        if self.capabilities.max_length and max_length is None:
+            raise OptionError(f"{self.name}: max_length is needed: it fixes learned sizes")
+
+    # ---- what a mechanism supplies -------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def capabilities_for(cls, config: Any) -> Capabilities:
+        """What the mechanism can do with these options."""
+
+    @abstractmethod
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+        """Attention of checked tensors q (B, H, L, D), k (B, Hkv, S, D), v (B, Hkv, S, V)."""
+
+    def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Partial:
+        raise UnsupportedError(self.name, "partial")
+
+    def _prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, key_mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, State]:
+        raise UnsupportedError(self.name, "prefill")
+
+    def _read(self, q: Tensor, state: Any, scale: float) -> Tensor:
+        raise UnsupportedError(self.name, "step without new keys")
+
+    # ---- what a user calls ---------------------------------------------------------------
+
+    def forward(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        *,
+        causal: bool = False,
+        key_mask: KeyMask | None = None,
+        mask: Mask | None = None,
+        scale: float | None = None,
+    ) -> Output:
+        """Attention output (..., H, L, V).
+
+        Args:
+            q: (..., H, L, D).
+            k: (..., Hkv, S, D).
+            v: (..., Hkv, S, V).
+            causal: no query reads a later key; aligned to the end where L ≠ S.
+            key_mask: (..., S) bool, True = attend. What masked keys contain never matters;
+                a row without any key to attend gives zeros.
+            mask: a `Mask`, for prefix, segment, window and explicit masks.
+            scale: factor of the logits, default D^-½.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: if an argument does not fit.
+            UnsupportedError: for a request that the mechanism does not declare.
+        """
+        joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
+        q, k, v, joined, lead = self._check(q, k, v, joined)
+        out = self._attend(q, k, v, joined, self._scale(scale))
+        return out.reshape(*lead, *out.shape[1:])
+
+    def partial(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        *,
+        causal: bool = False,
+        key_mask: KeyMask | None = None,
+        mask: Mask | None = None,
+        scale: float | None = None,
+    ) -> Partial:
+        """Sums over these keys that merge exactly with sums over others, see `Partial`."""
+        self._need("partial", self.capabilities.partial)
+        joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
+        q, k, v, joined, lead = self._check(q, k, v, joined)
+        part = self._partial(q, k, v, joined, self._scale(scale))
+        return Partial(*(t.reshape(*lead, *t.shape[1:]) for t in (part.num, part.den, part.log_scale)))
+
+    def prefill(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        *,
+        state: State | None = None,
+        key_mask: KeyMask | None = None,
+        scale: float | None = None,
+    ) -> tuple[Output, State]:
+        """Causal attention that continues `state` and returns the new state.
+
+        Equals one causal call over everything the state has seen followed by these tokens.
+        `key_mask` is (..., S) for the S new keys.
+        """
+        self._need("prefill", self.capabilities.state)
+        joined = Mask.of(causal=True, key_mask=key_mask)
+        q, k, v, joined, lead = self._check(q, k, v, joined)
+        self._check_state(state, q)
+        out, new = self._prefill(q, k, v, state, joined.key, self._scale(scale))
+        return out.reshape(*lead, *out.shape[1:]), new
+
+    def step(
+        self,
+        q: Queries,
+        k: Keys | None,
+        v: Values | None,
+        state: State | None,
+        *,
+        key_mask: KeyMask | None = None,
+        scale: float | None = None,
+    ) -> tuple[Output, State]:
+        """T ≥ 1 new tokens, q (..., H, T, D); ``k=v=None`` reads the state without writing.
+
+        The form without keys is cross-attention: fill the state once with the encoder's
+        keys (`prefill` or a causal call's keys), then step the decoder's queries.
+        """
+        if (k is None) != (v is None):
+            raise ShapeError("k and v must both be given, or both be None (cross-attention)")
+        if k is not None and v is not None:
+            return self.prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
+        self._need("step", self.capabilities.state)
+        if state is None:
+            raise ShapeError("step without k and v needs a state to read")
+        if key_mask is not None:
+            raise ShapeError("step without k and v takes no key_mask: there are no new keys")
+        self._check_queries(q)
+        lead = q.shape[:-3]
+        flat = q.reshape(-1, *q.shape[-3:])
+        self._check_state(state, flat)
+        out = self._read(flat, state, self._scale(scale))
+        return out.reshape(*lead, *out.shape[1:]), state
+
+    def weights(
+        self,
+        q: Queries,
+        k: Keys,
+        *,
+        rows: Sequence[int] | Tensor | None = None,
+        causal: bool = False,
+        key_mask: KeyMask | None = None,
+        mask: Mask | None = None,
+        scale: float | None = None,
+    ) -> Weights:
+        """The implied attention matrix (..., H, L, S), for looking and testing.
+
+        The output is linear in v, so the matrix is the output for v = I, O(L·S) memory.
+        `rows` keeps some queries only.
+        """
+        self._need("weights", self.capabilities.weights)
+        keys = k.shape[-2]
+        identity = torch.eye(keys, dtype=k.dtype, device=k.device).expand(*k.shape[:-2], keys, keys)
+        out = self.forward(q, k, identity, causal=causal, key_mask=key_mask, mask=mask, scale=scale)
+        return out if rows is None else out[..., torch.as_tensor(rows, device=out.device), :]
+
+    def reset_parameters(self) -> None:
+        """Draws parameters and random buffers again from the seed (after meta-device init)."""
+
+    def extra_repr(self) -> str:
+        kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        options = "".join(f", {key}={value}" for key, value in self.config.changed().items())
+        return f"head_dim={self.head_dim}, num_heads={self.num_heads}{kv}{options}"
+
+    # ---- checks --------------------------------------------------------------------------
+
+    def _scale(self, scale: float | None) -> float:
+        return self.head_dim**-0.5 if scale is None else float(scale)
+
+    def _check_sizes(self) -> None:
+        problems = []
+        sizes = {
+            "head_dim": self.head_dim,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "value_dim": self.value_dim,
+            "embed_dim": self.embed_dim,
+            "max_length": self.max_length,
+        }
+        for name, size in sizes.items():
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                problems.append(f"{name}={size!r} must be an integer ≥ 1")
+        if not problems and self.num_heads % self.num_kv_heads:
+            problems.append(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
+        if not problems and self.num_heads != self.num_kv_heads:
+            support = self.capabilities_for(self.config).gqa
+            if isinstance(support, Absent):
+                problems.append(f"num_kv_heads must equal num_heads: {support.reason}")
+        if problems:
+            raise OptionError(f"{self.name}: " + "; ".join(problems))
+
+    def _need(self, request: str, support: Support | str) -> None:
+        if isinstance(support, Absent):
+            from subquad import registry  # late: the registry imports mechanisms lazily
+
+            capability = {"prefill": "state", "step": "state"}.get(request, request)
+            raise UnsupportedError(
+                self.name, request, support.reason, registry.capable(capability, besides=self.name)
+            )
+
+    def _check_queries(self, q: Tensor) -> None:
+        if q.dim() < 3 or q.shape[-3] != self.num_heads or q.shape[-1] != self.head_dim:
+            raise ShapeError(
+                f"q must be (..., H={self.num_heads}, L, D={self.head_dim}), given {tuple(q.shape)}"
+            )
+        if q.dtype not in FLOATS:
+            raise DtypeError(f"q must be one of {_names(FLOATS)}, given {q.dtype}")
+        if q.shape[-2] == 0:
+            raise ShapeError(f"q must have at least one query, given {tuple(q.shape)}")
+        own = next((t.device for t in (*self.parameters(), *self.buffers())), None)
+        if own is not None and own != q.device:
+            raise DeviceError(
+                f"q is on {q.device}, {self.name} is on {own}; move one with .to(...)"
+            )
+
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
+    ) -> tuple[Tensor, Tensor, Tensor, Mask, tuple[int, ...]]:
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        self._check_queries(q)
+        lead = tuple(q.shape[:-3])
+        for name, tensor, width, letter in (("k", k, self.head_dim, "D"), ("v", v, self.value_dim, "V")):
+            wanted = [*map(str, lead), f"Hkv={self.num_kv_heads}", "S", letter]
+            wanted[-1] += f"={width}" if width else ""
+            if (
+                tensor.dim() != q.dim()
+                or tuple(tensor.shape[:-3]) != lead
+                or tensor.shape[-3] != self.num_kv_heads
+                or (tensor.shape[-1] != width and width is not None)
+            ):
+                raise ShapeError(f"{name} must be ({', '.join(wanted)}), given {tuple(tensor.shape)}")
+            if tensor.dtype != q.dtype:
+                raise DtypeError(f"{name} must have q's dtype {q.dtype}, given {tensor.dtype}")
+            if tensor.device != q.device:
+                raise DeviceError(f"{name} is on {tensor.device}, q is on {q.device}")
+        if k.shape[-2] != v.shape[-2] or k.shape[-2] == 0:
+            raise ShapeError(
+                f"k and v must have one length S ≥ 1, given {k.shape[-2]} and {v.shape[-2]}"
+            )
+        for kind in MASK_KINDS:
+            if kind in mask.kinds():
+                self._need(kind, getattr(self.capabilities, kind))
+        queries, keys = q.shape[-2], k.shape[-2]
+        if queries != keys:
+            self._need("cross", self.capabilities.cross)
+        mask = mask.flatten(lead, queries, keys, q.device)
+        if mask.dense is not None and mask.dense.shape[1] not in (1, self.num_heads):
+            raise ShapeError(
+                f"dense mask must have H={self.num_heads} heads or 1, given {mask.dense.shape[1]}"
+            )
+        merge = (-1,) if lead or q.dim() > 3 else (1,)
+        q, k, v = (t.reshape(*merge, *t.shape[-3:]) for t in (q, k, v))
+        return q, k, v, mask, lead
+
+    def _check_state(self, state: State | None, q: Tensor) -> None:
+        if state is None:
+            return
+        for name, tensor in state.tensors().items():
+            if tensor.shape[0] != q.shape[0]:
+                raise ShapeError(
+                    f"the state's {name} holds {tensor.shape[0]} batch rows, q has {q.shape[0]}; "
+                    "use state.select(rows) or state.repeat(n)"
+                )
+            if tensor.device != q.device:
+                raise DeviceError(f"the state is on {tensor.device}, q is on {q.device}")
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,1 @@
+"""Exact attention: the truth that every other mechanism is measured against."""

@@ -1,0 +1,212 @@
+"""What exact mechanisms share: the cache of keys and values, and a loop over queries.
+
+Exact attention compares every query with every key. What must not follow is a tensor of
+that size: `over_queries` hands a mechanism one chunk of queries at a time, with the keys
+that the chunk can reach and its rows of the mask, and computes the chunk again in the
+backward pass instead of keeping it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from subquad.attention.base import State
+from subquad.attention.masks import Mask
+from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
+from subquad.errors import DtypeError, ShapeError
+
+__all__ = ["CHUNK_BYTES", "KeyValueState", "clear", "over_queries", "softmax_sums"]
+
+CHUNK_BYTES = 64 * 2**20
+"""Bytes that one chunk's mask or scores may take."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValueState(State):
+    """All past keys and values: 4·S·(D+V) bytes a row and key/value head in float32.
+
+    Args:
+        k: (B, Hkv, S, D), zero where `key` is False.
+        v: (B, Hkv, S, V), zero where `key` is False.
+        key: (B, S) bool, True = attend, or None where every key is read.
+    """
+
+    k: Tensor
+    v: Tensor
+    key: Tensor | None = None
+
+    @classmethod
+    def extend(cls, state: State | None, k: Tensor, v: Tensor, key: Tensor | None) -> KeyValueState:
+        """The state followed by new keys and values; without a state nothing is copied.
+
+        Raises:
+            ShapeError: if `state` is of another kind, or of other heads or widths.
+            DtypeError: if the state's dtype differs from that of the new keys.
+        """
+        k, v = clear(k, v, Mask(key=key))
+        if state is None:
+            return cls(k, v, key)
+        if not isinstance(state, KeyValueState):
+            raise ShapeError(f"state must be a KeyValueState, given {type(state).__name__}")
+        for name, old, new in (("k", state.k, k), ("v", state.v, v)):
+            if old.shape[1] != new.shape[1] or old.shape[3] != new.shape[3]:
+                raise ShapeError(
+                    f"{name} must continue the state's (B, Hkv={old.shape[1]}, S, {old.shape[3]}), "
+                    f"given {tuple(new.shape)}"
+                )
+            if old.dtype != new.dtype:
+                raise DtypeError(
+                    f"{name} must have the state's dtype {old.dtype}, given {new.dtype}"
+                )
+        if state.key is not None or key is not None:
+            before = state.k.new_ones(len(k), state.k.shape[2], dtype=torch.bool)
+            after = k.new_ones(len(k), k.shape[2], dtype=torch.bool)
+            key = torch.cat(
+                [before if state.key is None else state.key, after if key is None else key], 1
+            )
+        return cls(torch.cat([state.k, k], 2), torch.cat([state.v, v], 2), key)
+
+
+def clear(k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """k and v with zeros at keys that no query may read, so that what stood there never matters.
+
+    A weight of zero does not stop NaN or Inf: 0·NaN = NaN, forward and backward. Looks at
+    the key mask and at columns of an explicit mask.
+    """
+    key = mask.key
+    if mask.dense is not None:
+        opened = mask.dense if mask.dense.dtype == torch.bool else mask.dense > float("-inf")
+        columns = opened.flatten(1, 2).any(1)
+        key = columns if key is None else key & columns
+    if key is None:
+        return k, v
+    closed = ~key[:, None, :, None]
+    return k.masked_fill(closed, 0), v.masked_fill(closed, 0)
+
+
+def mask_rows(mask: Mask, batch: int) -> tuple[int, int]:
+    """(batch rows, heads) that an explicit form of `mask` has to spell out."""
+    varies = mask.key is not None or mask.segments is not None or isinstance(mask.prefix, Tensor)
+    if mask.dense is None:
+        return batch if varies else 1, 1
+    return batch if varies else mask.dense.shape[0], mask.dense.shape[1]
+
+
+Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
+"""(q rows, k span, v span, allowed, bias or None) → tensors whose dimension 2 is the query."""
+
+
+def over_queries(
+    function: Chunk,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    bytes_per_query: int,
+    *,
+    random: bool = False,
+) -> tuple[Tensor, ...]:
+    """Concatenates `function` over chunks of queries, each at most `CHUNK_BYTES`.
+
+    Args:
+        function: gets q (B, H, l, D), the keys and values that these queries can reach
+            (B, Hkv, s, ·), allowed (B or 1, H or 1, l, s) and, for a floating-point dense
+            mask, the bias of the logits, of the same shape.
+        q: (B, H, L, D).
+        k: (B, Hkv, S, D).
+        v: (B, Hkv, S, V).
+        mask: flattened, see `Mask.flatten`.
+        bytes_per_query: what one query costs within `function`, all rows and heads.
+        random: whether `function` draws random numbers (dropout).
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    rows = max(1, CHUNK_BYTES // bytes_per_query)
+    parts = []
+    for start in range(0, queries, rows):
+        stop = min(queries, start + rows)
+        first, last = mask.span(start, stop, queries, keys)
+        if first == last:  # no key in reach: one closed key keeps the shapes regular
+            last = first + 1
+        run = functools.partial(_chunk, function, mask, (start, stop, queries, keys), (first, last))
+        tensors = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
+        if rows < queries and torch.is_grad_enabled():
+            parts.append(checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=random))
+        else:
+            parts.append(run(*tensors))
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+
+
+def _chunk(
+    function: Chunk,
+    mask: Mask,
+    rows: tuple[int, int, int, int],
+    span: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, ...]:
+    allowed = mask.rows(*rows, span=span, device=q.device)
+    if allowed.dim() < 4:  # (L, S) or (B, L, S)
+        allowed = allowed.unsqueeze(-3)
+        allowed = allowed if allowed.dim() == 4 else allowed.unsqueeze(0)
+    bias = None
+    if mask.dense is not None and mask.dense.dtype != torch.bool:
+        bias = mask.dense[..., rows[0] : rows[1], span[0] : span[1]]
+    return function(q, k, v, allowed, bias)
+
+
+def softmax_sums(
+    logits: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, dropout: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ_j p_ij v_j, Σ_j p_ij and the log of what both were divided by, from explicit logits.
+
+    Args:
+        logits: (B, H, l, s), float32 or float64.
+        v: (B, Hkv, s, V).
+        allowed: (B or 1, H or 1, l, s) bool.
+        bias: added to the logits, or None.
+        dropout: probability with which a weight is dropped, the rest scaled up.
+
+    Returns:
+        num (B, H, l, V), den (B, H, l) and log_scale (B, H, l) of a `Partial`: den is 1 and
+        log_scale the log-sum-exp; 0 and `EMPTY_LOG_SCALE` where no key is allowed.
+    """
+    if bias is not None:
+        logits = logits + bias
+    empty = ~allowed.any(-1, keepdim=True)
+    logits = logits.masked_fill(~allowed, float("-inf")).masked_fill(empty, 0.0)
+    lse = torch.logsumexp(logits, -1, keepdim=True)
+    weights = torch.exp(logits - lse).masked_fill(empty, 0.0)
+    if dropout:
+        weights = torch.dropout(weights, dropout, train=True)
+    grouped = weights.reshape(len(weights), v.shape[1], -1, weights.shape[-1])
+    num = (grouped @ v.to(weights.dtype)).reshape(*weights.shape[:-1], v.shape[-1])
+    log_scale = lse.masked_fill(empty, EMPTY_LOG_SCALE).squeeze(-1)
+    den = torch.ones_like(lse).masked_fill(empty, 0.0).squeeze(-1)
+    return num, den, log_scale
+
+
+def as_partial(sums: tuple[Tensor, ...]) -> Partial:
+    """A `Partial` of what `over_queries` made of `softmax_sums`."""
+    num, den, log_scale = sums
+    return Partial(num, den, log_scale)
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precision, the dtype itself otherwise."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def dense_as(mask: Mask, dtype: torch.dtype) -> Mask:
+    """The mask with an additive part in `dtype`: what overflows there counts as closed."""
+    if mask.dense is None or mask.dense.dtype in (torch.bool, dtype):
+        return mask
+    return replace(mask, dense=mask.dense.to(dtype))

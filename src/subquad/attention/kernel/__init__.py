@@ -1,0 +1,1 @@
+"""Kernel attention: feature maps and the linear engine that sums them."""

@@ -1,0 +1,531 @@
+"""`MultiheadAttention`: `torch.nn.MultiheadAttention` with any mechanism inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# The class torch itself puts there: state_dict keys and quantisation stay the same.
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from subquad import registry
+from subquad.attention.base import Absent
+from subquad.attention.masks import Mask
+from subquad.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+from subquad.options import Config, Spec, number_problem
+
+__all__ = ["MultiheadAttention"]
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Drop-in for `torch.nn.MultiheadAttention` that runs any registered mechanism.
+
+        head_h = Attention(q W_h^Q, k W_h^K, v W_h^V)
+        out    = Concat(head_1 … head_H) W^O
+
+    Signature, parameter names, initial values (for one global seed), mask conventions and
+    returned values are torch's. Masks mean the opposite of `subquad.Mask`: **True =
+    ignore**, or floats that are added to the logits. What differs:
+
+    - `need_weights` defaults to **False**: an L×S matrix is what this package avoids. Asked
+      for, it is the mechanism's implied attention matrix.
+    - A row without any key to attend gives zeros before the output projection (torch: NaN),
+      and what ignored keys contain never matters.
+    - `dropout` is applied exactly, to attention weights, or refused: mechanisms that never
+      form weights raise for ``dropout > 0``.
+    - `attn_mask`: mechanisms without explicit masks take what a `Mask` can say: nothing
+      masked, the causal triangle (aligned to the end where L ≠ S), masked columns, both;
+      equal over heads. Anything else raises. Recognising a mask reads its values; under
+      ``torch.compile`` give `is_causal` and a bool `key_padding_mask` instead.
+    - ``is_causal=True`` without `attn_mask` is accepted: causal, aligned to the end.
+    - `add_bias_kv`, `add_zero_attn`: the appended keys stand before the others inside, so
+      that a causal mask leaves them visible; in returned weights they are last, as in torch.
+    - torch's fused fast paths never bypass the mechanism: `_qkv_same_embed_dim`, which
+      `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` read before they take one, is
+      False here. An encoder built earlier may still pass a nested tensor: it is padded,
+      attended with a key mask, and returned nested.
+
+    state_dict: torch's keys, so that torch's weights load with ``strict=True``, and
+    ``mechanism.*`` for the mechanism's own tensors. Where a state dict has none of those
+    (torch's has none) the present ones are kept, or drawn from `seed` if this module is on
+    the meta device. With ``num_kv_heads < num_heads`` the keys are ``q_proj_weight (C, C)``,
+    ``k_proj_weight (Hkv·D, kdim)``, ``v_proj_weight (Hkv·D, vdim)`` and ``in_proj_bias
+    (C + 2·Hkv·D)``, ``bias_k``, ``bias_v (1, 1, Hkv·D)``; never a packed ``in_proj_weight``.
+
+    Cost: the projections' O(L·C²), and the mechanism's (`subquad.describe`).
+
+    Paper: Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2; grouped queries: Ainslie et
+    al. 2023, arXiv 2305.13245.
+
+    Args:
+        embed_dim: C, width of queries and output.
+        num_heads: H, divides C; D = C / H.
+        dropout: probability with which an attention weight is dropped while training.
+        bias: whether the projections have biases.
+        add_bias_kv: append one learned key and value.
+        add_zero_attn: append one key and value of zeros.
+        kdim, vdim: widths of `key` and `value`, default C.
+        batch_first: (N, L, C) instead of (L, N, C).
+        device, dtype: of parameters and buffers.
+        num_kv_heads: Hkv, key/value heads; divides H. Default H.
+        mechanism: a name, a string with options, or a config object.
+        seed: determines the mechanism's random draws.
+        max_length: longest sequence, for mechanisms that need it.
+
+    Raises:
+        OptionError: for wrong sizes, an unknown mechanism or wrong options.
+        UnsupportedError: for ``dropout > 0`` where the mechanism cannot apply it.
+
+    Example:
+        >>> import torch, subquad as sq
+        >>> attn = sq.MultiheadAttention(32, 4, batch_first=True, mechanism="softmax")
+        >>> attn.load_state_dict(torch.nn.MultiheadAttention(32, 4).state_dict())
+        <All keys matched successfully>
+        >>> x = torch.randn(2, 7, 32)
+        >>> out, weights = attn(x, x, x, is_causal=True)
+        >>> out.shape, weights
+        (torch.Size([2, 7, 32]), None)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        num_kv_heads: int | None = None,
+        mechanism: str | Spec | Config = "performer",
+        seed: int = 0,
+        max_length: int | None = None,
+    ) -> None:
+        # torch's own constructor would make packed weights of one size and read back
+        # `_qkv_same_embed_dim`; the attributes it sets are all set here.
+        nn.Module.__init__(self)
+        _check_sizes(embed_dim, num_heads, num_kv_heads, kdim, vdim)
+        self.embed_dim = embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = embed_dim // num_heads
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.add_zero_attn = add_zero_attn
+        self._qkv_same_embed_dim = False  # closes torch's fast paths, see the class docstring
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        kv_dim = self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, int]] = {
+            "q_proj_weight": (embed_dim, embed_dim),
+            "k_proj_weight": (kv_dim, self.kdim),
+            "v_proj_weight": (kv_dim, self.vdim),
+        }
+        if self.kdim == self.vdim == embed_dim and kv_dim == embed_dim:
+            shapes = {"in_proj_weight": (3 * embed_dim, embed_dim)}
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight"):
+            shape = shapes.get(name)
+            parameter = None if shape is None else nn.Parameter(torch.empty(shape, **factory))
+            self.register_parameter(name, parameter)
+        in_bias = nn.Parameter(torch.empty(embed_dim + 2 * kv_dim, **factory)) if bias else None
+        self.register_parameter("in_proj_bias", in_bias)
+        self.out_proj = NonDynamicallyQuantizableLinear(embed_dim, embed_dim, bias=bias, **factory)
+        for name in ("bias_k", "bias_v"):
+            extra = nn.Parameter(torch.empty(1, 1, kv_dim, **factory)) if add_bias_kv else None
+            self.register_parameter(name, extra)
+        self._reset_parameters()
+        self._build: dict[str, Any] = {
+            "mechanism": _with_dropout(mechanism, dropout),
+            "head_dim": self.head_dim,
+            "num_heads": num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "value_dim": None,  # the implied attention matrix takes values of another width
+            "embed_dim": embed_dim,
+            "max_length": max_length,
+            "seed": seed,
+        }
+        self.mechanism = registry.build(**self._build, **factory)
+
+    def _reset_parameters(self) -> None:
+        for weight in (
+            self.in_proj_weight,
+            self.q_proj_weight,
+            self.k_proj_weight,
+            self.v_proj_weight,
+        ):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+        for extra in (self.bias_k, self.bias_v):
+            if extra is not None:
+                nn.init.xavier_normal_(extra)
+
+    def extra_repr(self) -> str:
+        kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        return f"{self.embed_dim}, {self.num_heads}{kv}, batch_first={self.batch_first}"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention output and, if asked for, the implied attention matrix.
+
+        Args:
+            query: (L, N, C), (N, L, C) with `batch_first`, or (L, C) without a batch.
+            key: (S, N, kdim), (N, S, kdim) or (S, kdim).
+            value: (S, N, vdim), (N, S, vdim) or (S, vdim).
+            key_padding_mask: (N, S) or (S,): bool, True = ignore, or floats that are added
+                to the logits (other than 0 and −inf: for mechanisms with explicit masks).
+            need_weights: return the attention matrix too. Default False; torch's is True.
+            attn_mask: (L, S) or (N·H, L, S): bool, True = ignore, or floats that are added.
+            average_attn_weights: average the returned matrix over heads.
+            is_causal: `attn_mask` is the causal one; without it, mask causally.
+
+        Returns:
+            The output, shaped like `query`, and None or the weights (N, L, S), per head
+            (N, H, L, S), without N for inputs without a batch.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: if an argument does not fit.
+            UnsupportedError: if the mechanism cannot do what a mask asks for.
+        """
+        if query.is_nested:
+            return self._nested(query, key, value, key_padding_mask, need_weights, attn_mask)
+        batched = query.dim() == 3
+        self._check_inputs(query, key, value)
+        q, k, v = self._project(query, key, value)
+        if not batched:
+            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+        elif not self.batch_first:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        queries, keys = q.shape[1], k.shape[1]
+        mask = self._mask(q, keys, key_padding_mask, attn_mask, is_causal, batched)
+        k, v, mask = self._append(k, v, mask, queries)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        weights = None
+        if need_weights:
+            weights = self.mechanism.weights(q, k, mask=mask)
+        if weights is not None and self.training and self.dropout > 0:
+            # the returned matrix is the one that was applied, with its dropped entries
+            heads = weights @ self._repeated(v, mask).to(weights.dtype)
+        else:
+            heads = self.mechanism(q, k, v, mask=mask)
+        out = self.out_proj(heads.transpose(1, 2).flatten(2).to(q.dtype))
+        if weights is not None:
+            weights = weights.roll(keys - k.shape[2], -1)  # appended keys last
+            weights = weights.mean(1) if average_attn_weights else weights
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    # ---- projections ---------------------------------------------------------------------
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        sizes = [self.embed_dim, *(2 * [self.num_kv_heads * self.head_dim])]
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        if packed is not None and query is key and key is value:
+            return F.linear(query, packed, bias).split(sizes, -1)
+        three: tuple[Any, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = three if packed is None else packed.split(sizes)
+        biases: tuple[Any, ...] = (None,) * 3 if bias is None else bias.split(sizes)
+        inputs = (query, key, value)
+        return tuple(
+            F.linear(x, weight, b) for x, weight, b in zip(inputs, weights, biases, strict=True)
+        )
+
+    def _append(
+        self, k: Tensor, v: Tensor, mask: Mask, queries: int
+    ) -> tuple[Tensor, Tensor, Mask]:
+        """k, v (N, S, ·) and the mask with the learned key and the zero key in front.
+
+        In front, a causal mask aligned to the end still means the same for the others.
+        """
+        more = int(self.bias_k is not None) + int(self.add_zero_attn)
+        if not more:
+            return k, v, mask
+        batch, keys = k.shape[:2]
+        parts_k, parts_v = [], []
+        if self.bias_k is not None and self.bias_v is not None:
+            parts_k.append(self.bias_k.to(k.dtype).expand(batch, 1, -1))
+            parts_v.append(self.bias_v.to(v.dtype).expand(batch, 1, -1))
+        if self.add_zero_attn:
+            parts_k.append(k.new_zeros(batch, 1, k.shape[-1]))
+            parts_v.append(v.new_zeros(batch, 1, v.shape[-1]))
+        changes: dict[str, Any] = {}
+        if mask.key is not None:
+            changes["key"] = F.pad(mask.key, (more, 0), value=True)
+        if mask.dense is not None:
+            opened = mask.dense.dtype == torch.bool
+            changes["dense"] = F.pad(mask.dense, (more, 0), value=1.0 if opened else 0.0)
+        if mask.causal and queries > keys:  # the first queries precede even the appended keys
+            changes["prefix"] = more
+        mask = dataclasses.replace(mask, **changes)
+        return torch.cat([*parts_k, k], 1), torch.cat([*parts_v, v], 1), mask
+
+    def _repeated(self, v: Tensor, mask: Mask) -> Tensor:
+        """v with zeros at masked keys, one for each query head."""
+        if mask.key is not None:
+            v = v.masked_fill(~mask.key[:, None, :, None], 0)
+        return v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
+
+    # ---- masks ---------------------------------------------------------------------------
+
+    def _mask(
+        self,
+        q: Tensor,
+        keys: int,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        batched: bool,
+    ) -> Mask:
+        """torch's masks (True = ignore) as a `Mask` (True = attend) of q (N, L, C)."""
+        batch, queries = q.shape[:2]
+        key, key_bias = self._padding(q, keys, key_padding_mask, batched)
+        # With L = S the hint says all there is to say; otherwise torch's triangle need not
+        # be aligned to the end, so that what was given decides.
+        if is_causal and (attn_mask is None or queries == keys):
+            if key_bias is None:
+                return Mask(causal=True, key=key)
+            return Mask(causal=True, key=key, dense=key_bias.expand(-1, -1, queries, -1))
+        if attn_mask is None:
+            dense = None if key_bias is None else key_bias.expand(-1, -1, queries, -1)
+            return Mask(key=key, dense=dense)
+        _check_mask("attn_mask", attn_mask, q)
+        shapes = ((queries, keys), (batch * self.num_heads, queries, keys))
+        if tuple(attn_mask.shape) not in shapes:
+            raise ShapeError(
+                f"attn_mask must be (L, S) = {shapes[0]} or (N·H, L, S) = {shapes[1]}, "
+                f"given {tuple(attn_mask.shape)}"
+            )
+        if attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
+        if self.mechanism.capabilities.dense:
+            dense = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
+            if key_bias is not None:
+                if dense.dtype == torch.bool:
+                    zeros = torch.zeros_like(dense, dtype=key_bias.dtype)
+                    dense = zeros.masked_fill(~dense, float("-inf"))
+                dense = dense + key_bias
+            return Mask(key=key, dense=dense)
+        return self._recognised(attn_mask, key)
+
+    def _padding(
+        self, q: Tensor, keys: int, mask: Tensor | None, batched: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """key_padding_mask as a key mask (N, S), True = attend, or as a bias (N, 1, 1, S)."""
+        if mask is None:
+            return None, None
+        _check_mask("key_padding_mask", mask, q)
+        wanted = (q.shape[0], keys) if batched else (keys,)
+        if tuple(mask.shape) != wanted:
+            letters = "(N, S)" if batched else "(S,)"
+            raise ShapeError(
+                f"key_padding_mask must be {letters} = {wanted}, given {tuple(mask.shape)}"
+            )
+        mask = mask if batched else mask.unsqueeze(0)
+        ignored = _ignored(mask)
+        if ignored is not None:
+            return ~ignored, None
+        if not self.mechanism.capabilities.dense:
+            raise self._refusal("a key_padding_mask of floats other than 0 and -inf")
+        return None, mask[:, None, None, :]
+
+    def _recognised(self, attn_mask: Tensor, key: Tensor | None) -> Mask:
+        """An explicit mask (L, S) or (N, H, L, S) as causal triangle and masked columns."""
+        ignored = _ignored(attn_mask)
+        if ignored is None:
+            raise self._refusal("an attn_mask of floats other than 0 and -inf")
+        allowed = ~ignored
+        if allowed.dim() == 4:
+            if not torch.equal(allowed, allowed[:, :1].expand_as(allowed)):
+                raise self._refusal("an attn_mask that differs between heads")
+            allowed = allowed[:, 0]
+        queries, keys = allowed.shape[-2:]
+        columns = allowed.any(-2)  # (S,) or (N, S)
+        wanted = columns[..., None, :]
+        triangle = Mask(causal=True).to_dense(queries, keys, device=allowed.device)
+        if torch.equal(allowed, wanted.expand_as(allowed)):
+            causal = False
+        elif torch.equal(allowed, wanted & triangle):
+            causal = True
+        else:
+            raise self._refusal(
+                "this attn_mask, which is neither causal (aligned to the end) nor whole columns"
+            )
+        if not columns.all():
+            key = columns if key is None else columns & key
+        return Mask(causal=causal, key=key)
+
+    def _refusal(self, request: str) -> UnsupportedError:
+        name, support = self.mechanism.name, self.mechanism.capabilities.dense
+        reason = support.reason if isinstance(support, Absent) else ""
+        return UnsupportedError(name, request, reason, registry.capable("dense", besides=name))
+
+    # ---- checks --------------------------------------------------------------------------
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        layout = "(N, length, width)" if self.batch_first else "(length, N, width)"
+        rows = 0 if self.batch_first else 1
+        own = self.out_proj.weight
+        for name, x, width in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if x.dim() not in (2, 3) or x.dim() != query.dim() or x.shape[-1] != width:
+                raise ShapeError(
+                    f"{name} must be {layout}, or (length, width) like all three, with width "
+                    f"{width}, given {tuple(x.shape)}"
+                )
+            if x.dim() == 3 and x.shape[rows] != query.shape[rows]:
+                raise ShapeError(
+                    f"{name} must be {layout} with query's N = {query.shape[rows]}, "
+                    f"given {tuple(x.shape)}"
+                )
+            if x.device != own.device:
+                raise DeviceError(f"{name} is on {x.device}, the module is on {own.device}")
+            if x.dtype != own.dtype and not torch.is_autocast_enabled(x.device.type):
+                raise DtypeError(f"{name} must have the module's {own.dtype}, given {x.dtype}")
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ShapeError(
+                f"key and value must have one length and batch, given {tuple(key.shape)} and "
+                f"{tuple(value.shape)}"
+            )
+
+    # ---- torch's nested tensors ----------------------------------------------------------
+
+    def _nested(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention of a nested tensor, as `nn.TransformerEncoder` passes one for padding."""
+        masked = key_padding_mask is not None or attn_mask is not None
+        if query is not key or key is not value or masked or not self.batch_first or need_weights:
+            raise UnsupportedError(
+                self.mechanism.name,
+                "this use of nested tensors",
+                "only self-attention with batch_first, without masks and weights; "
+                "use padded tensors with key_padding_mask",
+            )
+        lengths = [len(row) for row in query.unbind()]
+        padded = torch.nested.to_padded_tensor(query, 0.0)
+        places = torch.arange(padded.shape[1], device=padded.device)
+        ignored = places >= torch.tensor(lengths, device=padded.device)[:, None]
+        out, _ = self(padded, padded, padded, key_padding_mask=ignored)
+        return torch._nested_tensor_from_mask(out, ~ignored, mask_check=False), None
+
+    # ---- state_dict ----------------------------------------------------------------------
+
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        own = self.mechanism.state_dict(prefix=prefix + "mechanism.")
+        if own and not any(name in state_dict for name in own):
+            if any(tensor.is_meta for tensor in own.values()):
+                own = self._drawn(state_dict, prefix)
+            state_dict.update(own)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _drawn(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+        """The mechanism's tensors, drawn from the seed where the loaded weights live."""
+        loaded = state_dict.get(prefix + "out_proj.weight", torch.empty(0))
+        fresh = registry.build(**self._build, device=loaded.device, dtype=loaded.dtype)
+        return fresh.state_dict(prefix=prefix + "mechanism.")
+
+
+def _check_sizes(
+    embed_dim: int, num_heads: int, num_kv_heads: int | None, kdim: int | None, vdim: int | None
+) -> None:
+    sizes = {
+        "embed_dim": embed_dim,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "kdim": kdim,
+        "vdim": vdim,
+    }
+    problems = [
+        f"{name}={size!r} must be an integer ≥ 1"
+        for name, size in sizes.items()
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
+    ]
+    if not problems and embed_dim % num_heads:
+        problems.append(f"num_heads={num_heads} must divide embed_dim={embed_dim}")
+    if not problems and num_kv_heads and num_heads % num_kv_heads:
+        problems.append(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    if problems:
+        raise OptionError("MultiheadAttention: " + "; ".join(problems))
+
+
+def _with_dropout(mechanism: str | Spec | Config, dropout: float) -> Config:
+    """The mechanism's config with this dropout, which it must be able to apply exactly."""
+    found, config = registry.resolve(mechanism)
+    problems = list(number_problem("dropout", dropout, 0.0, 1.0))
+    if problems:
+        raise OptionError("MultiheadAttention: " + "; ".join(problems))
+    if not dropout:
+        return config
+    if "dropout" not in config.option_names():
+        able = [
+            name
+            for name in registry.MECHANISMS
+            if "dropout" in registry.get(name).Config.option_names()
+        ]
+        raise UnsupportedError(
+            found.name,
+            f"dropout={dropout}",
+            "it forms no attention weights that could be dropped; set dropout=0",
+            able,
+        )
+    own = getattr(config, "dropout")  # noqa: B009  # an option of this mechanism's, not of every Config
+    if own not in (0.0, dropout):
+        raise OptionError(
+            f"dropout is given twice: dropout={dropout} and {config}; leave one of them out"
+        )
+    changes: dict[str, Any] = {"dropout": dropout}
+    return dataclasses.replace(config, **changes)
+
+
+def _check_mask(name: str, mask: Tensor, q: Tensor) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise DtypeError(
+            f"{name} must be bool (True = ignore) or floats that are added to the logits, "
+            f"given {mask.dtype}"
+        )
+    if mask.device != q.device:
+        raise DeviceError(f"{name} is on {mask.device}, the queries are on {q.device}")
+
+
+def _ignored(mask: Tensor) -> Tensor | None:
+    """The mask as bool, True = ignore; None if it holds floats other than 0 and −inf."""
+    if mask.dtype == torch.bool:
+        return mask
+    ignored = mask == float("-inf")
+    if mask.requires_grad or not bool(((mask == 0) | ignored).all()):
+        return None
+    return ignored

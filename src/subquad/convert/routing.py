@@ -1,0 +1,557 @@
+"""How a converted model reaches its mechanisms: names, masks and the attention function.
+
+A transformers model that routes through ``AttentionInterface`` looks up two functions by the
+name in ``config._attn_implementation``: one makes the mask, once per forward call, the other
+attends, once per layer. `register` adds three names for each original implementation X:
+
+==================  ===================================  =====================================
+name                mask                                 attention
+==================  ===================================  =====================================
+``subquad_X``       (B, S), no L×S memory                the layer's mechanism
+``subquad_X_mixed`` X's own, the (B, S) mask attached    the layer's mechanism, else X's own
+``subquad_X_probe`` as mixed                             X's own; shows each call to `probing`
+==================  ===================================  =====================================
+
+A layer is converted when it has a submodule named `SLOT`. The name alone says what was there
+before, so reverting needs no record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from subquad.attention.base import Mechanism
+from subquad.attention.masks import Mask
+from subquad.errors import ShapeError, UnsupportedError
+from subquad.registry import build, capable
+
+__all__ = ["ORIGINALS", "SLOT", "Deferred", "original_name", "probing", "register", "routes"]
+
+SLOT = "subquad"
+"""Name of the submodule that holds a converted layer's mechanism."""
+
+ORIGINALS = ("sdpa", "eager")
+"""Implementations that can be converted from."""
+
+_ROUTE = re.compile(
+    r"ALL_ATTENTION_FUNCTIONS\s*\.get_interface\(\s*"
+    r"(?:self\.)?config\._attn_implementation\s*,\s*(?P<eager>\w+)"
+)
+# Whisper's and ESM's kind: the query is multiplied by D^-½ before the call, which gets scaling=1.
+_PRESCALED = re.compile(
+    r"quer\w*\s*=[^=\n]*\*\s*\(?\s*self\.(?:scal(?:e|ing)\b|attention_head_size\s*\*\*)"
+)
+
+
+@lru_cache(maxsize=None)
+def _source(cls: type[nn.Module]) -> str:
+    """Source of the class, or of the first base class that routes."""
+    for base in cls.__mro__:
+        if not issubclass(base, nn.Module) or base is nn.Module:
+            break
+        try:
+            text = inspect.getsource(base)
+        except (OSError, TypeError):
+            continue
+        if _ROUTE.search(text):
+            return text
+    return ""
+
+
+def routes(module: nn.Module) -> bool:
+    """True when this very module calls transformers' attention interface."""
+    return bool(_source(type(module))) and getattr(module, "config", None) is not None
+
+
+def prescaled(module: nn.Module) -> bool:
+    """True when the module multiplies its queries by D^-½ itself and then asks for scaling=1."""
+    source = _source(type(module))
+    # The call says scaling=1.0, or passes self.scaling that was set to 1.0.
+    unit = "scaling=1.0" in source or getattr(module, "scaling", None) == 1.0
+    return unit and _PRESCALED.search(source) is not None
+
+
+def original_name(implementation: str | None) -> str | None:
+    """The implementation that a registered name stands for; None for any other name."""
+    match = re.fullmatch(r"subquad_(\w+?)(?:_mixed|_probe)?", implementation or "")
+    return match.group(1) if match and match.group(1) in ORIGINALS else None
+
+
+def register() -> None:
+    """Registers the attention and mask functions with transformers; again is harmless."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for original in ORIGINALS:
+        for name, attend, mask in (
+            (f"subquad_{original}", _attend, _flat_mask),
+            (f"subquad_{original}_mixed", _attend, _mixed_mask),
+            (f"subquad_{original}_probe", _probe, _mixed_mask),
+        ):
+            AttentionInterface.register(name, partial(attend, original))
+            AttentionMaskInterface.register(name, partial(mask, original))
+
+
+# ---- masks -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What a mask tensor says, attached to it; a converted layer reads this, not the tensor.
+
+    Args:
+        kind: ``"causal"``, ``"bidirectional"``, or what else was asked for, in words.
+        key: (B, S) bool, or None when no key is masked.
+        stop: number of leading keys that exist; the rest of a static cache is empty.
+    """
+
+    kind: str
+    key: Tensor | None
+    stop: int | None
+
+
+def _carried(
+    q_length: int,
+    kv_length: int,
+    q_offset: Any,
+    kv_offset: int,
+    mask_function: Any,
+    attention_mask: Tensor | None,
+    local_size: int | None,
+) -> _Carried:
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    key = attention_mask
+    if key is not None:
+        missing = kv_length + kv_offset - key.shape[-1]
+        if missing > 0:
+            key = nn.functional.pad(key, (0, missing))
+        key = key[:, kv_offset : kv_offset + kv_length].bool()
+        if not torch.compiler.is_compiling() and bool(key.all()):
+            key = None
+    if mask_function is bidirectional_mask_function:
+        return _Carried("bidirectional", key, None)
+    if mask_function is causal_mask_function:
+        stop = int(q_offset) + q_length - kv_offset
+        return _Carried("causal", key, stop if stop < kv_length else None)
+    words = "a sliding window or chunks" if local_size is not None else "packed or overlaid masks"
+    return _Carried(words, key, None)
+
+
+def _flat_mask(
+    original: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """The (B, S) mask, or None where that means the same; O(B·S) memory."""
+    arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
+    carried = _carried(*arguments[1:], attention_mask, options.get("local_size"))
+    plain = carried.kind in ("causal", "bidirectional")
+    skip = options.get(f"allow_is_{carried.kind}_skip", True)
+    if not plain or not skip:  # the model goes on to use the L×S mask itself
+        return _mixed_mask(original, *arguments, attention_mask, **options)
+    mask = carried.key
+    if mask is None:
+        if carried.kind == "bidirectional":
+            return None
+        mask = torch.ones(1, 1, dtype=torch.bool, device=options.get("device", "cpu"))
+        mask = mask.expand(batch_size, kv_length)
+    mask._subquad = carried  # type: ignore[attr-defined]  # travels with the tensor
+    return mask
+
+
+def _mixed_mask(
+    original: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """The original implementation's mask, with what converted layers need attached."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[original](
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **options,
+    )
+    if mask is not None:
+        mask._subquad = _carried(  # type: ignore[attr-defined]  # travels with the tensor
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            options.get("local_size"),
+        )
+    return mask
+
+
+class _Reading(NamedTuple):
+    """A mask as a mechanism takes it, and the number of keys that exist."""
+
+    mask: Mask
+    stop: int | None
+
+
+def _read_mask(
+    original: str,
+    name: str,
+    module: nn.Module,
+    tensor: Tensor | None,
+    is_causal: bool | None,
+    queries: int,
+    keys: int,
+) -> _Reading:
+    """What the mask argument of an attention call means for a converted layer."""
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if tensor is None:
+        # Eager attention then sees all keys. sdpa goes by is_causal: one query sees all keys,
+        # several are aligned with the first keys (the rest of a static cache is empty).
+        causal = is_causal and queries > 1 and original != "eager"
+        return _Reading(Mask(causal=causal), queries if causal and queries < keys else None)
+    carried: _Carried | None = getattr(tensor, "_subquad", None)
+    if carried is not None:
+        if carried.kind not in ("causal", "bidirectional"):
+            raise UnsupportedError(
+                name,
+                f"{carried.kind} in {type(module).__name__}",
+                "converted layers take plain causal and bidirectional masks with padding; "
+                "leave such layers out with where=",
+            )
+        key = carried.key if carried.stop is None or carried.key is None else carried.key[:, : carried.stop]
+        return _Reading(Mask(causal=carried.kind == "causal", key=key), carried.stop)
+    if tensor.dim() == 2:
+        return _Reading(Mask(causal=is_causal, key=tensor[:, -keys:].bool()), None)
+    if tensor.dim() != 4:
+        raise ShapeError(f"attention_mask must be (B, S) or (B, 1, L, S), given {tuple(tensor.shape)}")
+    return _Reading(_explicit(tensor[..., :keys], queries, keys), None)
+
+
+def _explicit(tensor: Tensor, queries: int, keys: int) -> Mask:
+    """A (B, H or 1, L or 1, S) mask as causal and key parts if it is no more than that."""
+    opened = tensor
+    if tensor.dtype != torch.bool:
+        closed = tensor <= torch.finfo(tensor.dtype).min / 2
+        if not bool((closed | (tensor == 0)).all()):
+            return Mask(dense=tensor.expand(-1, -1, queries, -1))
+        opened = ~closed
+    if opened.shape[1] == 1:
+        key = opened[:, 0, -1]  # the last query sees every key that any query sees
+        for causal in (False, True):
+            plain = Mask(causal=causal, key=key)
+            if torch.equal(plain.to_dense(queries, keys).expand(-1, queries, -1), opened[:, 0].expand(-1, queries, -1)):
+                return plain
+    return Mask(dense=opened.expand(-1, -1, queries, -1))
+
+
+# ---- attention ---------------------------------------------------------------------------
+
+_FOREIGN = {
+    "softcap": "soft-capped logits",
+    "s_aux": "attention sinks (s_aux)",
+    "cache": "a paged cache",
+}
+
+
+@dataclass(eq=False)
+class Shared:
+    """What all layers of one conversion share."""
+
+    warned: bool = False
+
+
+@dataclass(eq=False)
+class Layer:
+    """What a converted layer knows beside its mechanism.
+
+    Args:
+        name: the module's name inside the model.
+        prescaled: queries arrive multiplied by D^-½, with scaling=1.
+        shared: see `Shared`.
+    """
+
+    name: str
+    prescaled: bool
+    shared: Shared
+
+
+class Deferred(nn.Module):
+    """Holds a mechanism's place until the first call shows the sizes of the heads.
+
+    Args:
+        spec: name, spec or config of the mechanism.
+        seed: determines its random draws.
+        options: the mechanism's options.
+        max_length: for mechanisms that need it.
+    """
+
+    def __init__(self, spec: Any, seed: int, options: dict[str, Any], max_length: int | None) -> None:
+        super().__init__()
+        self.spec, self.seed, self.options, self.max_length = spec, seed, options, max_length
+
+    def build(self, q: Tensor, k: Tensor, v: Tensor) -> Mechanism:
+        """The mechanism for these heads, on their device."""
+        return build(
+            self.spec,
+            head_dim=q.shape[-1],
+            num_heads=q.shape[1],
+            num_kv_heads=k.shape[1],
+            value_dim=v.shape[-1],
+            embed_dim=q.shape[1] * q.shape[-1],
+            max_length=self.max_length,
+            seed=self.seed,
+            device=q.device,
+            dtype=q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32,
+            **self.options,
+        ).train(self.training)
+
+
+def exact_attention(original: str, module: nn.Module) -> Callable[..., Any]:
+    """The attention function that the module had before.
+
+    Raises:
+        UnsupportedError: if the module's own eager function cannot be found.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if original != "eager":
+        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[original]
+        return found
+    match = _ROUTE.search(_source(type(module)))
+    for base in type(module).__mro__:
+        eager = getattr(sys.modules.get(base.__module__), match["eager"] if match else "", None)
+        if eager is not None:
+            return eager
+    raise UnsupportedError(
+        "convert", f"{type(module).__name__} with eager attention", "its eager function was not found"
+    )
+
+
+def mechanism_attention(
+    original: str,
+    layer: nn.Module,
+    mechanism: Mechanism,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **extra: Any,
+) -> Tensor:
+    """A converted layer's output (B, H, L, V), from the arguments of an attention call.
+
+    Raises:
+        UnsupportedError: for masks, biases and logit transforms that the mechanism cannot take.
+    """
+    name = mechanism.name
+    for argument, words in _FOREIGN.items():
+        if extra.get(argument) is not None:
+            raise UnsupportedError(
+                name, f"{words} in {type(layer).__name__}", "leave such layers out with where="
+            )
+    mask, stop = _read_mask(
+        original, name, layer, attention_mask, is_causal, q.shape[2], k.shape[2]
+    )
+    if stop is not None:
+        k, v = k[:, :, :stop], v[:, :, :stop]
+    if mask.dense is not None and not mechanism.capabilities.dense:
+        raise UnsupportedError(
+            name,
+            f"an explicit (B, 1, L, S) mask in {type(layer).__name__}",
+            "it is neither causal nor bidirectional with padded keys",
+            capable("dense"),
+        )
+    bias = extra.get("position_bias")
+    if bias is not None and bool(bias.any()):
+        mask = _with_bias(name, mechanism, layer, mask, bias[..., : k.shape[2]])
+    if q.shape[0] != k.shape[0]:  # learned queries with batch 1
+        q = q.expand(max(q.shape[0], k.shape[0]), -1, -1, -1)
+        k, v = (t.expand(q.shape[0], -1, -1, -1) for t in (k, v))
+    info = layer.__dict__.get("_subquad")
+    if scaling == 1.0 and isinstance(info, Layer) and info.prescaled:
+        # Gives q its D^½ back: features see q and k each scaled by D^-¼, not q by D^-½ and k by 1.
+        q, scaling = q * q.shape[-1] ** 0.5, q.shape[-1] ** -0.5
+    return mechanism(q, k, v, mask=mask, scale=scaling)
+
+
+def _with_bias(
+    name: str, mechanism: Mechanism, layer: nn.Module, mask: Mask, bias: Tensor
+) -> Mask:
+    if not mechanism.capabilities.dense:
+        raise UnsupportedError(
+            name,
+            f"the L×S position bias of {type(layer).__name__}",
+            "its features know q and k only; leave these layers out with where= "
+            "(T5's cross-attention has no bias: where=lambda name, module: 'EncDec' in name)",
+            capable("dense"),
+        )
+    dense = bias
+    if mask.dense is not None:
+        opened = mask.dense if mask.dense.dtype == torch.bool else mask.dense > float("-inf")
+        dense = bias.masked_fill(~opened, float("-inf"))
+    return Mask(causal=mask.causal, key=mask.key, dense=dense)
+
+
+def _attend(
+    original: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **extra: Any,
+) -> tuple[Tensor, Tensor | None]:
+    mechanism = module._modules.get(SLOT)
+    if mechanism is None:
+        exact: tuple[Tensor, Tensor | None] = exact_attention(original, module)(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **_given(is_causal),
+            **extra,
+        )
+        return exact
+    if isinstance(mechanism, Deferred):
+        mechanism = mechanism.build(query, key, value)
+        module._modules[SLOT] = mechanism
+    assert isinstance(mechanism, Mechanism)
+    if dropout > 0.0:
+        _warn_dropout(module, mechanism, dropout)
+    out = mechanism_attention(
+        original, module, mechanism, query, key, value, attention_mask, scaling, is_causal, **extra
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _given(is_causal: bool | None) -> dict[str, bool]:
+    # Eager functions take no is_causal of their own: pass it on only where the model did.
+    return {} if is_causal is None else {"is_causal": is_causal}
+
+
+def _warn_dropout(module: nn.Module, mechanism: Mechanism, dropout: float) -> None:
+    info = module.__dict__.get("_subquad")
+    if isinstance(info, Layer) and not info.shared.warned:
+        info.shared.warned = True
+        warnings.warn(
+            f"attention dropout {dropout:g} is not applied in layers converted to "
+            f"{mechanism.name!r}: there are no attention weights to drop. Other dropout is "
+            "unchanged. (Said once per conversion.)",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+# ---- probing -----------------------------------------------------------------------------
+
+_Watcher = Callable[[nn.Module, Callable[[], Tensor], Tensor, Tensor, Mask, "int | None"], None]
+_watchers: list[_Watcher] = []
+
+
+@contextlib.contextmanager
+def probing(watch: _Watcher) -> Iterator[None]:
+    """While active, every converted layer's call under a ``_probe`` name is shown to `watch`.
+
+    `watch` gets the layer, a function that computes the mechanism's output (B, H, L, V) on
+    the exact run's q, k, v, the exact output of that shape, the values (B, Hkv, S, V), the
+    mask and the number of keys that exist (None: all).
+    """
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
+
+
+def _probe(
+    original: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **extra: Any,
+) -> tuple[Tensor, Tensor | None]:
+    exact: tuple[Tensor, Tensor | None] = exact_attention(original, module)(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        **_given(is_causal),
+        **extra,
+    )
+    mechanism = module._modules.get(SLOT)
+    if mechanism is not None and _watchers:
+        if isinstance(mechanism, Deferred):
+            mechanism = mechanism.build(query, key, value)
+            module._modules[SLOT] = mechanism
+        built = mechanism
+        mask, stop = _read_mask(
+            original,
+            str(built.name),
+            module,
+            attention_mask,
+            is_causal,
+            query.shape[2],
+            key.shape[2],
+        )
+
+        def run() -> Tensor:
+            assert isinstance(built, Mechanism)
+            return mechanism_attention(
+                original,
+                module,
+                built,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling,
+                is_causal,
+                **extra,
+            )
+
+        for watch in tuple(_watchers):
+            watch(module, run, exact[0].transpose(1, 2), value, mask, stop)
+    return exact
