@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 from references import ref_softmax
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,7 +43,7 @@ def masks(queries, keys):
     dense[0, 1, queries // 2] = False
     bias = torch.randn(B, 1, queries, keys, generator=torch.Generator().manual_seed(3)).double()
     bias = bias.masked_fill(~coin(B, 1, queries, keys, seed=4), -math.inf)
-    segments = (coin(B, queries, seed=5).long(), coin(B, keys, seed=6).long() + 1)
+    segments = (coin(B, queries, seed=5).long(), 2 - coin(B, keys, seed=6).long())
     prefix = torch.tensor([0, 3])
     return {
         "none": sq.Mask(),
@@ -158,7 +159,7 @@ def test_half_precision_stays_finite_with_large_logits():
 
 @pytest.mark.parametrize("scale", [0.0, -0.7, 1e-4, 3.0])
 def test_any_scale(scale):
-    # a column in q and k stands for the key mask: its sign and size follow the scale
+    # a column in q and k stands for the key mask: large beside any logit, whatever the scale
     mask = sq.Mask(causal=True, key=torch.arange(7) != 2)
     for lengths in ((7, 7), (11, 7)):
         compare(build(), draw(lengths, grad=True), mask, scale=scale)
@@ -310,39 +311,27 @@ def test_prefill_and_steps_equal_one_call(splits, masked):
     q, k, v = draw((7, 7))
     key = coin(B, 7) if masked else None
     wanted = build()(q, k, v, causal=True, key_mask=key)
+    pieces = zip(*(t.split(splits, 2) for t in (q, k, v)), strict=True)
     state, outs, sizes = None, [], []
-    for n, (q_t, k_t, v_t) in enumerate(
-        zip(*(t.split(splits, 2) for t in (q, k, v)), strict=True)
-    ):
-        piece = None if key is None or n == 1 else key.split(splits, 1)[n]
-        if key is not None and n == 1:  # a piece without a mask after one with a mask
-            wanted = None
-        call = build().prefill if n == 0 else build().step
-        arguments = {"state": state} if n == 0 else {}
-        out, state = (
-            call(q_t, k_t, v_t, key_mask=piece, **arguments)
-            if n == 0
-            else call(q_t, k_t, v_t, state, key_mask=piece)
-        )
+    for n, (q_t, k_t, v_t) in enumerate(pieces):
+        piece = None if key is None else key.split(splits, 1)[n]
+        out, state = build().step(q_t, k_t, v_t, state, key_mask=piece)
         outs.append(out)
         sizes.append(state.nbytes)
-    if wanted is None:
-        key = key.clone()
-        key[:, splits[0] : splits[0] + splits[1]] = True
-        wanted = build()(q, k, v, causal=True, key_mask=key)
     close(torch.cat(outs, 2), wanted)
     assert sizes == sorted(sizes)
     assert sizes[-1] == 8 * B * HKV * 7 * (D + 13) + (B * 7 if masked else 0)
 
 
-def test_a_mask_may_come_with_a_later_piece():
+@pytest.mark.parametrize("masked_first", [False, True])
+def test_a_mask_may_come_with_one_piece_only(masked_first):
     q, k, v = draw((7, 7))
     key = coin(B, 7)
-    key[:, :3] = True
-    _, state = build().prefill(q[:, :, :3], k[:, :, :3], v[:, :, :3])
-    assert state.key is None
-    rest = [t[:, :, 3:] for t in (q, k, v)]
-    out, _ = build().step(*rest, state, key_mask=key[:, 3:])
+    key[:, 3:] |= masked_first
+    key[:, :3] |= not masked_first
+    first, rest = ([t[:, :, part] for t in (q, k, v)] for part in (slice(3), slice(3, 7)))
+    _, state = build().prefill(*first, key_mask=key[:, :3] if masked_first else None)
+    out, _ = build().step(*rest, state, key_mask=None if masked_first else key[:, 3:])
     close(out, build()(q, k, v, causal=True, key_mask=key)[:, :, 3:])
 
 

@@ -16,9 +16,10 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,16 +54,17 @@ def measure(job: dict[str, Any], progress: Callable[[str], None]) -> dict[str, A
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "subquad.arena.demo_measure"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert child.stdin and child.stdout and child.stderr
-    with child:
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "subquad.arena.demo_measure"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+        )
+        assert child.stdin
+        assert child.stdout
         child.stdin.write(json.dumps(job))
         child.stdin.close()
         result: dict[str, Any] | None = None
@@ -72,28 +74,39 @@ def measure(job: dict[str, Any], progress: Callable[[str], None]) -> dict[str, A
                 progress(message["progress"])
             else:
                 result = message["result"]
-        problem = child.stderr.read()
+        child.stdout.close()
         if child.wait() or result is None:
+            errors.seek(0)
+            problem = errors.read()
             raise RuntimeError(f"measuring failed in the child process:\n{problem}")
     return result
 
 
-def peak_memory(prepare: Callable[[], Callable[[], Any]]) -> float | None:
-    """Peak MiB of one call beyond what `prepare` holds; None where a process cannot fork."""
+def _trim() -> None:
+    """Gives freed memory back to the system: a call would reuse it unseen."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def peak_memory(warm_up: Callable[[], Any], run: Callable[[], Any]) -> float | None:
+    """Peak MiB that `run` adds in a forked process; None where a process cannot fork.
+
+    `warm_up` is a small call that first loads what any call needs: code and mapped weights.
+    """
     if not hasattr(os, "fork"):
         return None
     import resource
 
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory would be reused unseen
+    _trim()
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(read)
         peak = -1
         try:
-            run = prepare()
+            warm_up()
+            _trim()
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             run()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -127,15 +140,13 @@ def _model_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any
         for row in rows:
             swap(model, row)
             model(input_ids=ids[:, :32])
-            say(f"memory of {row}")
-
-            def call() -> Any:
-                return model(input_ids=ids)
-
-            memory[row] = peak_memory(lambda: call)
+            say(f"memory of the model: {row}")
+            memory[row] = peak_memory(
+                lambda: model(input_ids=ids[:, :32]), lambda: model(input_ids=ids)
+            )
         for turn in range(job["rounds"]):
             for row in rows:
-                say(f"time of {row}, {turn + 1} of {job['rounds']}")
+                say(f"time of the model: {row}, {turn + 1} of {job['rounds']}")
                 swap(model, row)
                 model(input_ids=ids[:1, :32])
                 start = time.perf_counter()
@@ -185,7 +196,7 @@ def _attention_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str,
                 if turn and time.perf_counter() - began > job["budget"] / 2:
                     break
                 for name, runs in times.items():
-                    say(f"attention over {length} tokens, {name}")
+                    say(f"attention alone: {length} tokens, time of {name}")
                     start = time.perf_counter()
                     functions[name](*qkv)
                     runs.append(time.perf_counter() - start)
@@ -193,20 +204,16 @@ def _attention_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str,
                 seconds[name][length] = statistics.median(runs)
             del qkv
             for name, function in functions.items():
-                too_long = seconds.get(name, {}).get(length, 99.0) > job["budget"] / 3
+                too_long = seconds.get(name, {}).get(length, 99.0) > job["budget"]
                 if name == "explicit":
                     too_long = heads * length**2 * 4 > 600 * MIB
                 if too_long:
                     continue
-                say(f"memory of attention over {length} tokens, {name}")
-
-                def prepare(
-                    function: Callable[..., Any] = function, length: int = length
-                ) -> Callable[[], Any]:
-                    inputs = torch.randn(3, 1, heads, length, width)
-                    return lambda: function(*inputs)
-
-                peak = peak_memory(prepare)
+                say(f"attention alone: {length} tokens, memory of {name}")
+                inputs = torch.randn(3, 1, heads, length, width)
+                short = inputs[..., :64, :].contiguous()
+                peak = peak_memory(partial(function, *short), partial(function, *inputs))
+                del inputs
                 if peak is not None:
                     memory[name][length] = peak
     return {"seconds": seconds, "memory": memory, "left_out": left_out}

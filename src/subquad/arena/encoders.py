@@ -110,21 +110,25 @@ def passages(
         OptionError: if the text has no passage of that size.
     """
     room = tokens - tokenizer.num_special_tokens_to_add(False)
-    lines = text.split("\n")
-    encoded = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]
-    found: list[list[int]] = []
-    current: list[int] = []
-    for line in [*encoded, []]:
-        if current and (not line or len(current) + len(line) > room):
-            found.append(current[:room])
-            current = []
-        current = current + line
-    found = [ids for ids in found if len(ids) >= room // 2]
+    lines = [line.strip() for line in text.split("\n")]
+    sizes = map(len, tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"])
+    found: list[str] = []
+    current: list[str] = []
+    held = 0
+    for line, size in [*zip(lines, sizes, strict=True), ("", 0)]:
+        if current and (not size or held + size > room):
+            if held >= room // 2:
+                found.append(" ".join(current))
+            current, held = [], 0
+        if size:
+            current.append(line)
+            held += size
     if not found:
         raise OptionError(f"the text has no passage of {room // 2} to {room} tokens")
     step = max(len(found) / count, 1.0)
     chosen = [found[int(i * step)] for i in range(min(count, len(found)))]
-    return [tokenizer.build_inputs_with_special_tokens(ids) for ids in chosen], len(found)
+    ids: list[list[int]] = tokenizer(chosen, truncation=True, max_length=tokens)["input_ids"]
+    return ids, len(found)
 
 
 def batch(rows: list[list[int]], pad: int = 0) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -291,7 +292,8 @@ class Mechanism(nn.Module, ABC):
         """
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
-        out = self._attend(q, k, v, joined, self._scale(scale))
+        with _own_precision(q):
+            out = self._attend(q, k, v, joined, self._scale(scale))
         return out.reshape(*lead, *out.shape[1:])
 
     def partial(
@@ -309,7 +311,8 @@ class Mechanism(nn.Module, ABC):
         self._need("partial", self.capabilities.partial)
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
-        part = self._partial(q, k, v, joined, self._scale(scale))
+        with _own_precision(q):
+            part = self._partial(q, k, v, joined, self._scale(scale))
         return Partial(*(t.reshape(*lead, *t.shape[1:]) for t in (part.num, part.den, part.log_scale)))
 
     def prefill(
@@ -331,7 +334,8 @@ class Mechanism(nn.Module, ABC):
         joined = Mask.of(causal=True, key_mask=key_mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
         self._check_state(state, q)
-        out, new = self._prefill(q, k, v, state, joined.key, self._scale(scale))
+        with _own_precision(q):
+            out, new = self._prefill(q, k, v, state, joined.key, self._scale(scale))
         return out.reshape(*lead, *out.shape[1:]), new
 
     def step(
@@ -358,11 +362,14 @@ class Mechanism(nn.Module, ABC):
             raise ShapeError("step without k and v needs a state to read")
         if key_mask is not None:
             raise ShapeError("step without k and v takes no key_mask: there are no new keys")
+        if torch.is_autocast_enabled(q.device.type):
+            q = q.to(torch.get_autocast_dtype(q.device.type))
         self._check_queries(q)
         lead = q.shape[:-3]
         flat = q.reshape(-1, *q.shape[-3:])
         self._check_state(state, flat)
-        out = self._read(flat, state, self._scale(scale))
+        with _own_precision(q):
+            out = self._read(flat, state, self._scale(scale))
         return out.reshape(*lead, *out.shape[1:]), state
 
     def weights(
@@ -454,16 +461,18 @@ class Mechanism(nn.Module, ABC):
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         self._check_queries(q)
         lead = tuple(q.shape[:-3])
-        for name, tensor, width, letter in (("k", k, self.head_dim, "D"), ("v", v, self.value_dim, "V")):
-            wanted = [*map(str, lead), f"Hkv={self.num_kv_heads}", "S", letter]
-            wanted[-1] += f"={width}" if width else ""
+        pairs = (("k", k, self.head_dim, "D"), ("v", v, self.value_dim, "V"))
+        for name, tensor, width, letter in pairs:
             if (
                 tensor.dim() != q.dim()
                 or tuple(tensor.shape[:-3]) != lead
                 or tensor.shape[-3] != self.num_kv_heads
-                or (tensor.shape[-1] != width and width is not None)
+                or (width is not None and tensor.shape[-1] != width)
             ):
-                raise ShapeError(f"{name} must be ({', '.join(wanted)}), given {tuple(tensor.shape)}")
+                wanted = [*map(str, lead), f"Hkv={self.num_kv_heads}", "S", letter]
+                wanted[-1] += f"={width}" if width else ""
+                given = tuple(tensor.shape)
+                raise ShapeError(f"{name} must be ({', '.join(wanted)}), given {given}")
             if tensor.dtype != q.dtype:
                 raise DtypeError(f"{name} must have q's dtype {q.dtype}, given {tensor.dtype}")
             if tensor.device != q.device:
@@ -498,6 +507,13 @@ class Mechanism(nn.Module, ABC):
                 )
             if tensor.device != q.device:
                 raise DeviceError(f"the state is on {tensor.device}, q is on {q.device}")
+
+
+def _own_precision(q: Tensor) -> AbstractContextManager[object]:
+    """Autocast has cast the inputs by now; inside, mechanisms choose their own precision."""
+    if torch.is_autocast_enabled(q.device.type):
+        return torch.autocast(q.device.type, enabled=False)
+    return nullcontext()
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

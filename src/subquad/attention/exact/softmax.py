@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
@@ -126,6 +125,8 @@ class Softmax(Mechanism):
     def _cleared(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
         """Attention over keys and values that are zero where masked."""
         queries, keys = q.shape[2], k.shape[2]
+        if scale < 0:  # the fused kernels take the row maximum before they scale
+            q, scale = -q, -scale
         if mask.causal and queries == 1 and mask.window is None:
             mask = replace(mask, causal=False, prefix=None)  # the last query reads every key
         kinds = set(mask.kinds())
@@ -138,11 +139,11 @@ class Softmax(Mechanism):
                 opened = (mask.key | ~mask.key.any(-1, keepdim=True))[:, None, None, :]
             return run(q, k, v, opened)
         # Too small a scale would not move the masked keys' logits far enough.
-        if kinds <= {"causal", "key"} and queries >= keys and not wide and abs(scale) > 2.0**-10:
+        if kinds <= {"causal", "key"} and queries >= keys and not wide and scale > 2.0**-10:
             ahead = queries - keys  # these queries precede every key
             q = q[:, :, ahead:]
             if mask.key is not None:
-                q, k = _columns(q, k, mask.key, scale)
+                q, k = _columns(q, k, mask.key)
             out = run(q, k, v, None, causal=True)
             return F.pad(out, (0, 0, ahead, 0)) if ahead else out
         batch, heads = q.shape[:2] if wide else mask_rows(mask, len(q))
@@ -211,14 +212,14 @@ def _fused(
     return out[..., :value_dim]
 
 
-def _columns(q: Tensor, k: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _columns(q: Tensor, k: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """q and k with a column whose product is 0 for open keys and −huge for masked ones.
 
     exp(−huge − row max) is 0 in every dtype, so this equals a mask. In a row without any
     open key the masked ones get all the weight: their values are zeros.
     """
     huge = 2.0 ** (15 if q.dtype == torch.float16 else 40)  # exact in its dtype, and its square
-    column = torch.zeros_like(key, dtype=k.dtype).masked_fill(~key, math.copysign(huge, -scale))
+    column = torch.zeros_like(key, dtype=k.dtype).masked_fill(~key, -huge)
     column = column[:, None, :, None].expand(-1, k.shape[1], -1, -1)
     return F.pad(q, (0, 1), value=huge), torch.cat([k, column], -1)
 

@@ -119,7 +119,8 @@ class Gaussian(KernelMechanism):
             self.anchors = nn.Parameter(anchors)
         else:
             self.register_buffer("anchors", anchors)
-        self.register_buffer("ready", torch.zeros((), dtype=torch.bool, device=device))
+        self.register_buffer("placed", torch.zeros((), dtype=torch.bool, device=device))
+        self._placed = False
         self.reset_parameters()
 
     @classmethod
@@ -143,13 +144,17 @@ class Gaussian(KernelMechanism):
         """Draws anchors from N(0, I) by the seed, where they do not come from data."""
         if self.anchors.is_meta:
             return
-        self.ready.fill_(self.config.anchors == "normal")
+        self._set_placed(self.config.anchors == "normal")
         if self.config.anchors == "normal":
             heads, m, dim = self.anchors.shape
             drawn = draw_projection(m, dim, heads=heads, draw="iid", seed=self.seed, dtype=torch.float64)
             self.anchors.copy_(drawn)
         else:
             self.anchors.zero_()
+
+    def _set_placed(self, placed: bool) -> None:
+        self.placed.fill_(placed)
+        self._placed = placed
 
     @torch.no_grad()
     def set_anchors(self, anchors: Tensor) -> None:
@@ -164,7 +169,7 @@ class Gaussian(KernelMechanism):
                 f"anchors must be (Hkv, M, D) = {wanted} or (M, D) = {wanted[1:]}, given {tuple(anchors.shape)}"
             )
         self.anchors.copy_(anchors.expand(wanted))
-        self.ready.fill_(True)
+        self._set_placed(True)
 
     @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> None:
@@ -195,7 +200,7 @@ class Gaussian(KernelMechanism):
             else:
                 anchors = kmeans_anchors(rows, m, generator=generator)
             self.anchors[head].copy_(anchors)
-        self.ready.fill_(True)
+        self._set_placed(True)
 
     def features(self, x: Tensor) -> Tensor:
         """φ(x) (..., Hkv, n, M) of x (..., Hkv, n, D), for looking."""
@@ -207,7 +212,9 @@ class Gaussian(KernelMechanism):
     ) -> FeatureMaps:
         if scale <= 0:
             raise OptionError(f"gaussian: scale={scale} must be > 0")
-        if self.config.anchors != "normal" and not bool(self.ready):
+        # A Python flag first, so that compiled graphs need not read the buffer.
+        self._placed = self._placed or bool(self.placed)
+        if not self._placed:
             raise CalibrationError(
                 f"gaussian: anchors={self.config.anchors} needs calibrate(q, k) or set_anchors "
                 "before the first call"

@@ -212,6 +212,7 @@ class Performer(KernelMechanism):
             for name in ("cov_q", "cov_k"):
                 buffer(name, kv, dim, dim)
         self._calls = 0
+        self._calibrated = False
         self.reset_parameters()
 
     @classmethod
@@ -256,6 +257,7 @@ class Performer(KernelMechanism):
         if "tokens" in self._buffers:
             for name in ("tokens", "mean_q", "mean_k", "cov_q", "cov_k"):
                 self._buffers[name].zero_()  # type: ignore[union-attr]  # registered above
+            self._calibrated = False
         self._draw()
 
     @torch.no_grad()
@@ -315,10 +317,18 @@ class Performer(KernelMechanism):
             cov.copy_((1 - share) * cov + share * extra + share * (1 - share) * spread)
             mean.add_(share * step)
         self.tokens.copy_(total)
+        self._calibrated = bool((total > 0).all())
+
+    def _ready(self) -> bool:
+        # A Python flag, so that compiled graphs need not read the buffer; loaded state
+        # dicts set it on the first call.
+        if not self._calibrated:
+            self._calibrated = bool((self.tokens > 0).all())
+        return self._calibrated
 
     def _gauge(self, q: Tensor, k: Tensor | None, mask: Mask | None, root_scale: float) -> Gauge:
         if self.config.statistics == "calibrated":
-            if not bool((self.tokens > 0).all()):
+            if not self._ready():
                 raise CalibrationError(
                     "performer: statistics=calibrated needs calibrate(q, k) before the first call"
                 )
@@ -368,6 +378,8 @@ class Performer(KernelMechanism):
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         omega = self.projection.to(dtype)
         if isinstance(config.estimator, SpectralMap):
+            if k is not None and mask is not None and mask.key is not None:
+                k = k.masked_fill(~mask.key[:, None, :, None], 0.0)  # junk must not reach key_bias
             return self._spectral(config.estimator, q, k, omega, root)
         if not isinstance(config.estimator, str):
             return self._function(config.estimator, omega, root)
@@ -376,7 +388,10 @@ class Performer(KernelMechanism):
             return LinearFeatures(weight, weight, activation="relu")
         if not config.uses_moments:
             return self._plain(q, omega, root)
-        return self._gauged(q, k, omega, self._gauge(q, k, mask, root), root)
+        gauge = self._gauge(q, k, mask, root)
+        if k is not None and mask is not None and mask.key is not None:
+            k = k.masked_fill(~mask.key[:, None, :, None], 0.0)  # junk must not reach key_bias
+        return self._gauged(q, k, omega, gauge, root)
 
     def _plain(self, q: Tensor, omega: Tensor, root: float) -> LinearFeatures:
         """softmax features of x = √scale·q, y = √scale·k."""

@@ -1,0 +1,417 @@
+"""Pictures and the page of the demonstration."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["write_page"]
+
+
+@dataclass(frozen=True)
+class _Theme:
+    ink: str
+    soft: str
+    grid: str
+    paper: str
+    exact: str
+    mine: str
+    uniform: str
+    explicit: str
+    others: tuple[str, ...]
+
+
+# Okabe and Ito's palette: told apart by people with any common colour vision.
+_LIGHT = _Theme(
+    ink="#1a1d21",
+    soft="#5c6470",
+    grid="#e3e6ea",
+    paper="#ffffff",
+    exact="#5c6470",
+    mine="#0072b2",
+    uniform="#d55e00",
+    explicit="#cc79a7",
+    others=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8a6d3b"),
+)
+_DARK = _Theme(
+    ink="#e8eaed",
+    soft="#a2a9b4",
+    grid="#2c3138",
+    paper="#16191d",
+    exact="#a2a9b4",
+    mine="#56b4e9",
+    uniform="#ff8c42",
+    explicit="#e2a0c6",
+    others=("#56b4e9", "#f0b93a", "#3cc9a0", "#e2a0c6", "#8fb8ff", "#c7a877"),
+)
+
+
+# Shown in the table only: the original, the same by another road, and the line to beat.
+_CONTROLS = ("exact", "softmax", "uniform")
+
+
+def write_page(out: Path, result: dict[str, Any]) -> list[Path]:
+    """Writes demo.html with its pictures inside, and the light pictures as PNGs beside it."""
+    written = []
+    pictures: dict[str, tuple[bytes, bytes]] = {}
+    for name, draw in (("speed", _speed), ("memory", _memory), ("fidelity", _fidelity), ("layers", _layers)):
+        pictures[name] = (_png(draw, result, _LIGHT), _png(draw, result, _DARK))
+        written.append(_write(out / f"{name}.png", pictures[name][0]))
+    written.append(_write(out / "demo.png", _main_picture(result, _LIGHT)))
+    written.append(_write(out / "demo-dark.png", _main_picture(result, _DARK)))
+    written.append(_write(out / "demo.html", _page(result, pictures).encode()))
+    return written
+
+
+def _write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+# ---- pictures ----------------------------------------------------------------------------
+
+
+def _figure(width: float, height: float, theme: _Theme, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with rc_context({"font.size": 11, "axes.titlesize": 12.5, "axes.titleweight": "bold"}):
+        figure = Figure(figsize=(width, height), dpi=200, facecolor=theme.paper, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, columns, gridspec_kw=grid or None)
+    for axis in axes if columns > 1 else [axes]:
+        axis.set_facecolor(theme.paper)
+        for side, spine in axis.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(theme.grid)
+        axis.tick_params(colors=theme.soft, which="both", length=0, labelsize=10)
+        axis.grid(True, color=theme.grid, linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def _save(figure: Any) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor())
+    return buffer.getvalue()
+
+
+def _png(draw: Any, result: dict[str, Any], theme: _Theme) -> bytes:
+    figure, axis = _figure(5.6, 4.2, theme)
+    draw(axis, result, theme)
+    return _save(figure)
+
+
+def _main_picture(result: dict[str, Any], theme: _Theme) -> bytes:
+    figure, (left, right) = _figure(11.4, 4.4, theme, columns=2, width_ratios=(1.0, 1.12))
+    _speed(left, result, theme)
+    _fidelity(right, result, theme)
+    return _save(figure)
+
+
+def _title(axis: Any, theme: _Theme, title: str, below: str = "") -> None:
+    axis.set_title(title, loc="left", color=theme.ink, pad=24 if below else 10, fontsize=12.5, fontweight="bold")
+    if below:
+        axis.text(0, 1.03, below, transform=axis.transAxes, color=theme.soft, fontsize=9.5, va="bottom")
+
+
+def _points(values: dict[Any, float]) -> tuple[list[int], list[float]]:
+    pairs = sorted((int(length), value) for length, value in values.items())
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _lengths(axis: Any, lengths: list[int]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths)
+    axis.set_xticklabels([f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+    axis.xaxis.set_minor_locator(NullLocator())
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
+
+
+def _speed(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    seconds = result["attention"]["seconds"]
+    x, y = _points(seconds["mechanism"])
+    ex, ey = _points(seconds["sdpa"])
+    axis.set_yscale("log")
+    _lengths(axis, x)
+    axis.plot(ex, ey, color=theme.exact, linewidth=2.2, marker="o", markersize=4.5)
+    axis.plot(x, y, color=theme.mine, linewidth=2.6, marker="o", markersize=4.5)
+    axis.annotate(
+        "exact (SDPA)", (ex[-1], ey[-1]), xytext=(-9, 2), textcoords="offset points",
+        ha="right", va="bottom", color=theme.exact, fontsize=10.5, fontweight="bold",
+    )
+    axis.annotate(
+        "performer, M = 128", (x[len(x) // 2], y[len(x) // 2]), xytext=(4, -12),
+        textcoords="offset points", ha="left", va="top", color=theme.mine, fontsize=10.5, fontweight="bold",
+    )
+    last = ex[-1]
+    mine = dict(zip(x, y, strict=True))[last]
+    axis.plot([last, last], [mine, ey[-1]], color=theme.soft, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
+    axis.annotate(
+        f"{ey[-1] / mine:.0f} × faster", (last, ey[-1] ** 0.75 * mine**0.25), xytext=(7, 0),
+        textcoords="offset points", ha="left", va="center", color=theme.ink, fontsize=10.5,
+    )
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.set_ylim(min(y[0], ey[0]) * 0.45, max(y[-1], ey[-1]) * 2.2)
+    axis.set_xlabel("tokens", color=theme.soft, fontsize=10)
+    _title(axis, theme, "Time of one attention call", "B=1, H=8, D=64, float32, one CPU thread; both axes logarithmic")
+
+
+def _short(value: float) -> str:
+    return f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"
+
+
+def _memory(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    memory = result["attention"]["memory"]
+    shown = [
+        ("explicit", "weights written out", theme.explicit),
+        ("sdpa", "exact (SDPA)", theme.exact),
+        ("mechanism", "performer, M = 128", theme.mine),
+    ]
+    lengths = [int(n) for n in result["attention"]["seconds"]["mechanism"]]
+    _lengths(axis, lengths)
+    axis.set_yscale("log")
+    for name, label, colour in shown:
+        x, y = _points({n: max(v, 0.5) for n, v in memory[name].items()})
+        if not x:
+            continue
+        axis.plot(x, y, color=colour, linewidth=2.2, marker="o", markersize=4.5)
+        place = {
+            "explicit": ((-10, 2), "right", "bottom"),
+            "sdpa": ((-2, 9), "right", "bottom"),
+            "mechanism": ((0, -14), "right", "top"),
+        }[name]
+        axis.annotate(
+            label, (x[-1], y[-1]), xytext=place[0], textcoords="offset points",
+            ha=place[1], va=place[2], color=colour, fontsize=10.5, fontweight="bold",
+        )
+    if not any(memory.values()):
+        axis.text(0.5, 0.5, "not measured on this system", transform=axis.transAxes, ha="center", color=theme.soft)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} MiB"))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.margins(y=0.18)
+    axis.set_xlabel("tokens", color=theme.soft, fontsize=10)
+    _title(axis, theme, "Peak memory of that call", "beyond its inputs, output included")
+
+
+def _fidelity(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
+    rows = [row for row in result["rows"] if row["mechanism"] not in _CONTROLS]
+    uniform = next(row for row in result["rows"] if row["mechanism"] == "uniform")
+    rows = sorted(rows, key=lambda row: row["cosine"])
+    names = [_wrap(row["label"]) for row in rows]
+    low = min(0.0, *(row["cosine_p5"] for row in rows), uniform["cosine"])
+    axis.axvline(uniform["cosine"], color=theme.uniform, linewidth=1.6, linestyle=(0, (4, 3)))
+    axis.text(
+        uniform["cosine"], len(rows) - 0.42, " uniform attention",
+        color=theme.uniform, fontsize=9.5, ha="left", va="bottom", fontweight="bold",
+    )
+    for place, row in enumerate(rows):
+        colour = theme.mine if row["cosine"] > uniform["cosine"] else theme.soft
+        axis.plot([row["cosine_p5"], row["cosine"]], [place, place], color=colour, linewidth=2.4, alpha=0.45, solid_capstyle="round")
+        axis.plot([row["cosine"]], [place], marker="o", markersize=8, color=colour)
+        axis.annotate(
+            f"{row['cosine']:.3f}", (row["cosine"], place), xytext=(8, 0),
+            textcoords="offset points", va="center", color=theme.ink, fontsize=10,
+        )
+    axis.set_yticks(range(len(rows)))
+    axis.set_yticklabels(names, color=theme.ink, fontsize=9.5)
+    axis.set_ylim(-0.6, len(rows) + 0.05)
+    axis.set_xlim(low - 0.03, 1.12)
+    axis.set_xticks([tick / 5 for tick in range(6) if tick / 5 >= low - 0.03])
+    axis.grid(False, axis="y")
+    axis.set_xlabel("cosine to the original embedding: mean, and bar down to the 5th percentile", color=theme.soft, fontsize=9.5)
+    _title(axis, theme, "What the swap costs, untrained", f"{result['model']}, {result['passages']} passages of up to {result['tokens']} tokens")
+
+
+def _wrap(label: str) -> str:
+    name, mark, options = label.partition("(")
+    return f"{name}\n{options.rstrip(')')}" if mark else name
+
+
+def _layers(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
+    rows = [row for row in result["rows"] if row["mechanism"] not in _CONTROLS]
+    depth = len(rows[0]["layers"]) if rows else 0
+    x = list(range(depth))
+    uniform = [layer["uniform_error"] for layer in rows[0]["layers"]] if rows else []
+    ends: list[tuple[float, str, str]] = []
+    axis.plot(x, uniform, color=theme.uniform, linewidth=1.8, linestyle=(0, (4, 3)))
+    ends.append((uniform[-1] if uniform else 0.0, "uniform", theme.uniform))
+    top = max(uniform, default=1.0)
+    for row, colour in zip(rows, theme.others * 3, strict=False):
+        y = [min(layer["error"], 1.75 * top) for layer in row["layers"]]
+        axis.plot(x, y, color=colour, linewidth=2.0, marker="o", markersize=4)
+        ends.append((y[-1], _brief(row["label"]), colour))
+    axis.set_ylim(0, None)
+    low, high = axis.get_ylim()
+    gap = (high - low) * 0.062
+    place = float("-inf")
+    for value, label, colour in sorted(ends):
+        place = max(value, place + gap)
+        axis.annotate(
+            label, (depth - 1, value), xytext=(depth - 1 + 0.18, place), textcoords="data",
+            va="center", color=colour, fontsize=9.5, fontweight="bold", annotation_clip=False,
+        )
+    axis.set_xlim(-0.2, (depth - 1) + max(depth, 2) * 0.62)
+    axis.set_xticks(x)
+    axis.set_xlabel("layer", color=theme.soft, fontsize=10)
+    _title(axis, theme, "Error of each layer's attention output", "relative to exact attention, on the same q, k and v")
+
+
+def _brief(label: str) -> str:
+    name, mark, options = label.partition("(")
+    return options.rstrip(")").replace("estimator=", "").replace("gauge=", "").replace("features=", "M = ") if mark else name
+
+
+# ---- page --------------------------------------------------------------------------------
+
+_STYLE = """
+:root { color-scheme: light dark; --ink:#1a1d21; --soft:#5c6470; --line:#e3e6ea; --paper:#fff;
+  --card:#f6f7f9; --mine:#0072b2; --uniform:#b34a00; }
+@media (prefers-color-scheme: dark) { :root { --ink:#e8eaed; --soft:#a2a9b4; --line:#2c3138;
+  --paper:#16191d; --card:#1d2126; --mine:#56b4e9; --uniform:#ff8c42; } }
+* { box-sizing: border-box; }
+body { margin:0; background:var(--paper); color:var(--ink);
+  font:16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width:1120px; margin:0 auto; padding:32px 20px 56px; }
+h1 { font-size:clamp(1.5rem, 4.5vw, 2.2rem); line-height:1.2; margin:0 0 .5rem; text-wrap:balance; }
+h2 { font-size:1.15rem; margin:2.4rem 0 .7rem; }
+p { max-width:72ch; margin:.5rem 0; }
+.soft { color:var(--soft); }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit, minmax(160px, 1fr)); gap:12px; margin:24px 0 8px; }
+.tile { background:var(--card); border-radius:12px; padding:14px 16px; }
+.tile b { display:block; font-size:1.6rem; line-height:1.2; color:var(--mine); font-variant-numeric:tabular-nums; }
+.tile span { font-size:.86rem; color:var(--soft); }
+.pictures { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap:20px; }
+figure { margin:0; border:1px solid var(--line); border-radius:12px; padding:12px; }
+figure img { display:block; width:100%; height:auto; }
+.box { overflow-x:auto; border:1px solid var(--line); border-radius:12px; }
+table { border-collapse:collapse; width:100%; font-size:.92rem; font-variant-numeric:tabular-nums; }
+th, td { padding:9px 13px; text-align:right; white-space:nowrap; border-top:1px solid var(--line); }
+thead th { border-top:0; color:var(--soft); font-weight:600; font-size:.82rem; background:var(--card); }
+th:first-child, td:first-child { text-align:left; }
+tr.exact td { font-weight:600; } tr.uniform td { color:var(--uniform); }
+ul { padding-left:1.2rem; max-width:76ch; } li { margin:.3rem 0; }
+code { font:0.9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+"""
+
+
+def _picture(pair: tuple[bytes, bytes], alt: str) -> str:
+    light, dark = (base64.b64encode(content).decode() for content in pair)
+    return (
+        "<figure><picture>"
+        f'<source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
+        f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{light}">'
+        "</picture></figure>"
+    )
+
+
+def _tiles(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    seconds = result["attention"]["seconds"]
+    length = max((n for n in seconds["sdpa"]), key=int)
+    gain = seconds["sdpa"][length] / seconds["mechanism"][length]
+    yield f"{gain:.0f} ×", f"faster than exact attention over {int(length):,} tokens"
+    longest = max((n for n in seconds["mechanism"]), key=int)
+    yield _seconds(seconds["mechanism"][longest]), f"for {int(longest):,} tokens, 8 heads, one thread"
+    rows = [r for r in result["rows"] if r["mechanism"] not in _CONTROLS]
+    best = max(rows, key=lambda row: row["cosine"])
+    yield f"{best['cosine']:.3f}", f"cosine to the original embedding, untrained: {best['label']}"
+    uniform = next(row for row in result["rows"] if row["mechanism"] == "uniform")
+    yield f"{uniform['cosine']:.3f}", "cosine of uniform attention, the line to beat"
+
+
+def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> str:
+    from subquad.arena.demo import HEADERS, attention_cells, table_cells
+
+    tiles = "".join(
+        f'<div class="tile"><b>{html.escape(a)}</b><span>{html.escape(b)}</span></div>'
+        for a, b in _tiles(result)
+    )
+    body = "".join(
+        f'<tr class="{html.escape(row["mechanism"].partition("(")[0])}">'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for row, cells in zip(result["rows"], table_cells(result), strict=True)
+    )
+    body += "".join(
+        f'<tr><td>{html.escape(skip["mechanism"])}</td>'
+        f'<td colspan="{len(HEADERS) - 1}" class="soft" style="text-align:left">left out: '
+        f"{html.escape(skip['reason'])}</td></tr>"
+        for skip in result["skipped"]
+    )
+    heads = "".join(f"<th>{html.escape(header)}</th>" for header in HEADERS)
+    alone = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+        for cells in attention_cells(result["attention"])
+    )
+    left_out = "".join(
+        f"<li>Left out: {html.escape(line)}. Nothing is extrapolated.</li>"
+        for line in result["attention"]["left_out"]
+    )
+    charts = (
+        _picture(pictures["speed"], "Time of one attention call against length: exact and performer")
+        + _picture(pictures["memory"], "Peak memory of one attention call against length")
+        + _picture(pictures["fidelity"], "Cosine to the original embedding for each mechanism")
+        + _picture(pictures["layers"], "Relative error of each layer's attention output")
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>subquad: a real model's attention, swapped</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>A real model’s attention, swapped</h1>
+<p>The sentence encoder {html.escape(result["model"])} was trained with softmax attention, whose cost
+grows with the square of the length. Here its attention is replaced by mechanisms whose cost grows
+linearly, in one line, with no training. What that costs, and what it saves:</p>
+<div class="tiles">{tiles}</div>
+<div class="pictures">{charts}</div>
+<h2>The swapped model</h2>
+<div class="box" tabindex="0" role="region" aria-label="Table of mechanisms"><table>
+<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>
+<p class="soft">{result["passages"]} of {result["passages_available"]} passages of the packaged text
+(on average {result["mean_tokens"]:.0f} tokens).</p>
+<ul class="soft">
+<li><b>cosine</b>: of the sentence embedding to the original’s, mean and 5th percentile over passages.</li>
+<li><b>same neighbour</b>: passages whose nearest other passage is still the same one.</li>
+<li><b>attention error</b>: ‖o − o*‖ / ‖o*‖ of a layer’s attention output on the exact model’s q, k
+and v, mean over layers. Uniform attention, which looks at neither q nor k, is the line to beat.</li>
+<li><b>ms / passage</b>: forward call of the whole model over {result["tokens"]} tokens, one thread, median of
+interleaved calls; most of it is not attention at this length.</li>
+<li><b>peak MiB</b>: of a forward call over {result["batch"]} × {result["tokens"]} tokens in a child process, less
+what it held before: libraries, weights and inputs do not count.</li>
+</ul>
+<h2>Attention alone</h2>
+<div class="box" tabindex="0" role="region" aria-label="Table of attention calls"><table>
+<thead><tr><th>tokens</th><th>SDPA ms</th><th>performer ms</th><th>faster by</th><th>SDPA MiB</th>
+<th>performer MiB</th></tr></thead><tbody>{alone}</tbody></table></div>
+<ul class="soft">
+<li>{html.escape(result["attention_setting"])}; medians of interleaved calls.</li>
+<li>“Weights written out” is what eager attention does: the L×S matrix in memory.</li>
+{left_out}
+<li>{html.escape(result["processor"])}, PyTorch {html.escape(result["torch"])}; {result["seconds"]:.0f} s in all.</li>
+</ul>
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,47 @@
+"""The ``subquad`` command and its verbs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import subquad
+from subquad.cli import bench, compare, demo, describe
+from subquad.cli import list as list_verb
+from subquad.cli.common import ErrorGroup
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="subquad",
+    cls=ErrorGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Sub-quadratic attention: look mechanisms up, swap them in, measure what they cost.",
+    epilog="Start with: [bold]subquad demo[/bold]",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"subquad {subquad.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+for verb in (list_verb, describe, demo, compare):
+    verb.add(app)
+app.add_typer(bench.app, name="bench")

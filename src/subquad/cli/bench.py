@@ -1,0 +1,44 @@
+"""``subquad bench``: speed and approximation error, against SDPA and other libraries."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from subquad.cli.common import ErrorGroup, Json, echo_to_stderr, write_json
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    cls=ErrorGroup,
+    no_args_is_help=True,
+    help="Measure speed, memory and approximation error.",
+    epilog="Example: [bold]subquad bench speed --quick[/bold]",
+)
+
+_Out = Annotated[Path, typer.Option(help="Folder for the results.")]
+_Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
+_RESULTS = Path("benchmarks/results")
+
+
+def _run(module: str, out: Path, quick: bool, as_json: bool) -> None:
+    runner: Any = importlib.import_module(f"subquad.arena.{module}")
+    echo = echo_to_stderr if as_json else typer.echo
+    result = runner.run(out=out, quick=quick, json=as_json, echo=echo)
+    if as_json:
+        write_json(result)
+
+
+@app.command("speed", epilog="Example: [bold]subquad bench speed --quick --json[/bold]")
+def speed(out: _Out = _RESULTS, quick: _Quick = False, as_json: Json = False) -> None:
+    """Time and memory of attention calls, interleaved, one thread."""
+    _run("speed", out, quick, as_json)
+
+
+@app.command("approximation", epilog="Example: [bold]subquad bench approximation --quick[/bold]")
+def approximation(out: _Out = _RESULTS, quick: _Quick = False, as_json: Json = False) -> None:
+    """Error of every estimator against the number of features, beside uniform attention."""
+    _run("approximation", out, quick, as_json)

@@ -1,0 +1,389 @@
+"""The laws: what every mechanism must obey, stated once, for any mechanism and its capabilities.
+
+`test_laws.py` runs them over the registry. Each law takes a variant (an option string).
+"""
+
+import copy
+import io
+import pickle
+
+import references
+import torch
+from variants import capabilities, inputs, make
+
+import subquad as sq
+
+EXACT = 1e-9
+"""Relative tolerance of float64 comparisons. Rounding is 1.1e-16 an operation; a result here
+passes fewer than 10^4 of them in a row (sums over ≤ 200 keys × ≤ 64 features, exponents of
+size ≤ 100 that amplify by 100), and a clipped normaliser amplifies by at most 1/clip = 100:
+1.1e-16 × 10^4 × 100 ≈ 1.1e-10, taken with a margin of ten."""
+
+
+def close(found, wanted, tolerance=EXACT):
+    """Largest difference within tolerance × the largest wanted value."""
+    found, wanted = found.detach().double(), wanted.detach().double()
+    assert found.shape == wanted.shape, f"{tuple(found.shape)} is not {tuple(wanted.shape)}"
+    assert torch.isfinite(found).all(), "not finite"
+    error = (found - wanted).abs().max().item()
+    bound = tolerance * max(wanted.abs().max().item(), 1e-3)
+    assert error <= bound, f"differs by {error:.3e}, allowed {bound:.3e}"
+
+
+def reference(mech, q, k, v, mask):
+    """The naive float64 output."""
+    naive = getattr(references, f"ref_{mech.name}")
+    allowed = mask.to_dense(q.shape[-2], k.shape[-2], q.device)
+    while allowed.dim() < 4:
+        allowed = allowed[None] if allowed.dim() < 3 else allowed[:, None]
+    return naive(mech, q, k, v, allowed=allowed, scale=mech._scale(None))
+
+
+def key_mask(batch, keys, seed=7, share=0.3):
+    """Random key mask with at least one open key in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(batch, keys, generator=generator) > share
+    mask[:, 0] = True
+    return mask
+
+
+MASKS = {
+    "none": lambda L, S: sq.Mask(),
+    "key": lambda L, S: sq.Mask(key=key_mask(2, S)),
+    "causal": lambda L, S: sq.Mask(causal=True),
+    "causal+key": lambda L, S: sq.Mask(causal=True, key=key_mask(2, S)),
+    "prefix": lambda L, S: sq.Mask(causal=True, prefix=min(5, S), key=key_mask(2, S)),
+    "prefix rows": lambda L, S: sq.Mask(causal=True, prefix=torch.tensor([3, min(11, S)])),
+    "segments": lambda L, S: sq.Mask(
+        segments=(torch.arange(L) * 3 // L, torch.arange(S) * 3 // S)
+    ),
+    "causal segments": lambda L, S: sq.Mask(
+        causal=True, segments=(torch.arange(L) * 3 // L, torch.arange(S) * 3 // S)
+    ),
+    "window": lambda L, S: sq.Mask(window=(3, 2)),
+    "causal window": lambda L, S: sq.Mask(causal=True, window=4, key=key_mask(2, S)),
+    "dense": lambda L, S: sq.Mask(
+        dense=torch.rand(2, 6, L, S, generator=torch.Generator().manual_seed(3)) > 0.4
+    ),
+}
+LENGTHS = [(71, 71), (17, 71), (71, 17), (1, 23), (1, 1), (23, 1)]
+
+
+def takes(spec, mask, queries, keys):
+    """Whether a variant declares all that a call asks for."""
+    have = capabilities(spec)
+    return all(getattr(have, kind) for kind in mask.kinds()) and (queries == keys or have.cross)
+
+
+def parity(spec, kind, queries, keys):
+    """Law 1: forward and gradients equal the naive float64 reference."""
+    mech = make(spec)
+    q, k, v = inputs(queries, keys, grad=True, spec=spec)
+    mask = MASKS[kind](queries, keys)
+    out = mech(q, k, v, mask=mask)
+    wanted = reference(mech, q, k, v, mask)
+    close(out, wanted)
+    parameters = [p for p in mech.parameters() if p.requires_grad]
+    cotangent = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(5)).double()
+    found = torch.autograd.grad(out, [q, k, v, *parameters], cotangent, allow_unused=True)
+    truth = torch.autograd.grad(wanted, [q, k, v, *parameters], cotangent, allow_unused=True)
+    for a, b in zip(found, truth, strict=True):
+        if b is None:
+            assert a is None or not a.any()
+        else:
+            close(torch.zeros_like(b) if a is None else a, b)
+
+
+def gradients(spec):
+    """Law 1: numerical differentiation agrees (statistics of the call are held fixed by
+    construction where the variant has them calibrated; others are covered by `parity`).
+
+    Inputs are small so that no signed normaliser is clipped: a clipped row passes no gradient
+    through its normaliser, by definition, which `parity` checks against the reference.
+    """
+    mech = make(spec, heads=2, kv=1, dim=3)
+    causal = bool(capabilities(spec).causal)
+    q, k, v = inputs(3, 5, batch=1, heads=2, kv=1, dim=3, value=2, grad=True, size=0.3, spec=spec)
+    torch.autograd.gradcheck(lambda q, k, v: mech(q, k, v, causal=causal), (q, k, v))
+
+
+def causality(spec):
+    """Law 2: token t changes nothing before t, and k_t, v_t alone change something after t."""
+    mech = make(spec)
+    q, k, v = inputs(71, 71, spec=spec)
+    base = mech(q, k, v, causal=True)
+    for t in (0, 5, 36, 64, 70):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, :, t] += 1.0
+        out = mech(*changed, causal=True)
+        if t:  # a later key may move the common scale of its chunk, hence the last digits
+            close(out[:, :, :t], base[:, :, :t], 1e-12)
+        changed = [x.clone() for x in (k, v)]
+        for x in changed:
+            x[:, :, t] += 1.0
+        if t < 70:
+            out = mech(q, *changed, causal=True)
+            moved = (out[:, :, t + 1 :] - base[:, :, t + 1 :]).abs().amax((0, 1, 3))
+            assert moved[0] > 1e-6, f"key {t} has no influence on the next token"
+            if capabilities(spec).reach == "all past tokens":
+                assert (moved > 1e-9).all(), f"key {t} does not reach all later tokens"
+
+
+def streaming(spec):
+    """Law 3: whole = chunks = prefill + steps, and a constant state does not grow."""
+    mech = make(spec)
+    q, k, v = inputs(71, 71, spec=spec)
+    mask = key_mask(2, 71)
+    whole = mech(q, k, v, causal=True, key_mask=mask)
+    sizes = set()
+    for pieces in ([71], [64, 7], [1, 1, 69], [13] * 5 + [6], [70, 1]):
+        state, parts, at = None, [], 0
+        for n in pieces:
+            window = slice(at, at + n)
+            call = mech.prefill if state is None else mech.step
+            args = [x[:, :, window] for x in (q, k, v)]
+            if state is None:
+                out, state = call(*args, key_mask=mask[:, window])
+            else:
+                before = state.clone()
+                out, new = call(*args, state, key_mask=mask[:, window])
+                for name, tensor in before.tensors().items():
+                    assert torch.equal(tensor, state.tensors()[name]), "a step changed its input"
+                state = new
+            parts.append(out)
+            at += n
+            sizes.add(state.nbytes)
+        close(torch.cat(parts, 2), whole)
+    if capabilities(spec).state == "constant":
+        assert len(sizes) == 1, f"state bytes vary: {sizes}"
+
+
+def state_operations(spec):
+    """Law 3: select, repeat, clone, to and reading without writing."""
+    mech = make(spec)
+    q, k, v = inputs(19, 19, spec=spec)
+    _, state = mech.prefill(q, k, v)
+    rows = torch.tensor([1, 0, 1])
+    picked = state.select(rows)
+    a, _ = mech.step(q[rows], k[rows], v[rows], picked)
+    b, _ = mech.step(q, k, v, state)
+    close(a, b[rows])
+    c, _ = mech.step(*(x.repeat_interleave(2, 0) for x in (q, k, v)), state.repeat(2))
+    close(c, b.repeat_interleave(2, 0))
+    read, same = mech.step(q[:, :, :3], None, None, state.to("cpu").clone())
+    close(read, mech(q[:, :, :3], k, v))
+    assert same.nbytes == state.nbytes == sum(t.nbytes for t in state.tensors().values())
+
+
+def junk(spec):
+    """Law 4a: what masked keys contain never matters, in output or gradient."""
+    mech = make(spec)
+    mask = key_mask(2, 71)
+    for causal in (False, True):
+        if causal and not capabilities(spec).causal:
+            continue
+        results = []
+        for fill in (0.0, float("nan"), float("inf"), -float("inf"), 1e30):
+            q, k, v = inputs(17, 71, spec=spec)
+            k.masked_fill_(~mask[:, None, :, None], fill)
+            v.masked_fill_(~mask[:, None, :, None], fill)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = mech(*leaves, key_mask=mask, causal=causal)
+            grads = torch.autograd.grad(out.square().sum(), leaves)
+            assert not grads[1].masked_select(~mask[:, None, :, None]).any()
+            results.append((out, *grads))
+        for other in results[1:]:
+            for x, y in zip(results[0], other, strict=True):
+                assert torch.equal(x, y), "a masked key's content mattered"
+
+
+def right_padding(spec):
+    """Law 4b: right-padding equals the unpadded call, row by row with ragged lengths."""
+    mech = make(spec)
+    lengths = (53, 71)
+    q, k, v = inputs(71, 71, spec=spec)
+    mask = torch.arange(71) < torch.tensor(lengths)[:, None]
+    for causal in (False, True):
+        if causal and not capabilities(spec).causal:
+            continue
+        out = mech(q, k, v, key_mask=mask, causal=causal)
+        for row, n in enumerate(lengths):
+            alone = mech(*(x[row : row + 1, :, :n] for x in (q, k, v)), causal=causal)
+            close(out[row : row + 1, :, :n], alone)
+
+
+def other_padding(spec):
+    """Law 4c: left and middle padding equal the compacted row; no key gives zeros."""
+    mech = make(spec)
+    q, k, v = inputs(71, 71, spec=spec)
+    mask = key_mask(2, 71)
+    mask[0] = torch.arange(71) >= 29
+    for causal in (False, True):
+        if causal and not capabilities(spec).causal:
+            continue
+        out = mech(q, k, v, key_mask=mask, causal=causal)
+        for row in range(2):
+            open_ = mask[row]
+            alone = mech(*(x[row : row + 1, :, open_] for x in (q, k, v)), causal=causal)
+            close(out[row : row + 1, :, open_], alone)
+        if causal:
+            assert not out[0, :, :29].any(), "rows before the first key must be zero"
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    empty = mech(*leaves, key_mask=torch.zeros(2, 71, dtype=torch.bool))
+    assert not empty.any(), "rows without keys must be zero"
+    for grad in torch.autograd.grad(empty.sum(), leaves, allow_unused=True):
+        assert grad is None or not grad.any()
+
+
+def partials(spec):
+    """Partial sums over disjoint keys merge to the whole, gradients included."""
+    mech = make(spec)
+    if getattr(mech.config, "statistics", None) == "call" and mech.config.uses_moments:
+        return  # each part would take its own statistics; calibrated variants are tested
+    if getattr(mech.config, "estimator", None) == "trig":
+        return  # clipped part by part, tested in test_performer.py at a clip that never binds
+    q, k, v = inputs(17, 71, grad=True, spec=spec)
+    mask = key_mask(2, 71)
+    mask[0, :29] = False  # the first part of row 0 is empty
+    cuts = [slice(0, 29), slice(29, 30), slice(30, 71)]
+    merged = sq.merge(mech.partial(q, k[:, :, c], v[:, :, c], key_mask=mask[:, c]) for c in cuts)
+    whole = mech(q, k, v, key_mask=mask)
+    close(merged, whole)
+    cotangent = torch.randn_like(whole)
+    for a, b in zip(
+        torch.autograd.grad(merged, (q, k, v), cotangent),
+        torch.autograd.grad(whole, (q, k, v), cotangent),
+        strict=True,
+    ):
+        close(a, b)
+
+
+def implied_weights(spec):
+    """`weights` is the matrix that gives the output, closed where the mask is."""
+    mech = make(spec)
+    q, k, v = inputs(23, 23, spec=spec)
+    causal = bool(capabilities(spec).causal)
+    weights = mech.weights(q, k, causal=causal)
+    groups = q.shape[1] // k.shape[1]
+    close(weights @ v.repeat_interleave(groups, 1), mech(q, k, v, causal=causal))
+    if causal:
+        assert not weights.triu(1).any()
+    rows = mech.weights(q, k, causal=causal, rows=[0, 22])
+    close(rows, weights[:, :, [0, 22]])
+
+
+def dtypes(spec, dtype):
+    """Law 7: half precision within its rounding of the same inputs in float64."""
+    mech = make(spec, dtype=torch.float32)
+    q, k, v = inputs(71, 71, dtype=dtype, size=0.7, spec=spec)
+    causal = bool(capabilities(spec).causal)
+    out = mech(q, k, v, causal=causal)
+    assert out.dtype == dtype
+    exact = copy.deepcopy(mech).double()(q.double(), k.double(), v.double(), causal=causal)
+    # Inputs are the same numbers: what differs is arithmetic, float32 inside for kernels,
+    # and the output's rounding, half an ulp: eps/2. torch's fused half-precision softmax
+    # also rounds its weights to the input dtype, an error of ≤ 71·eps/2 of a convex sum in
+    # the worst case, √71·eps/2 ≈ 4 eps when roundings are independent; 8 eps is allowed.
+    # A float32 clipped normaliser amplifies 1e-6 by 1/clip = 100: 1e-4.
+    # Data-aware maps pass statistics through float32 twice: the same amplification.
+    bound = 8 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-4
+    close(out, exact, max(bound, 1e-4))
+
+
+def huge_logits(spec):
+    """Law 7: logits up to ±1e4 stay finite, forward and backward, float32."""
+    mech = make(spec, dtype=torch.float32)
+    scale = mech._scale(None)
+    q, k, v = inputs(71, 71, dtype=torch.float32, spec=spec)
+    factor = (1e4 / (scale * (q.square().sum(-1).max() * k.square().sum(-1).max()).sqrt())) ** 0.5
+    causal = bool(capabilities(spec).causal)
+    leaves = [(x * f).requires_grad_() for x, f in ((q, factor), (k, factor), (v, 1.0))]
+    out = mech(*leaves, causal=causal)
+    assert torch.isfinite(out).all()
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert torch.isfinite(grad).all()
+
+
+def citizenship(spec):
+    """Law 8: state_dict, pickle, deepcopy, meta-device init, moves, leading dims, strides."""
+    mech = make(spec)
+    q, k, v = inputs(23, 23, spec=spec)
+    wanted = mech(q, k, v)
+    twin = make(spec, seed=99)
+    twin.load_state_dict(mech.state_dict())
+    close(twin(q, k, v), wanted, 0.0)
+    buffer = io.BytesIO()
+    torch.save(mech.state_dict(), buffer)
+    buffer.seek(0)
+    twin = make(spec, seed=98)
+    twin.load_state_dict(torch.load(buffer, weights_only=True))
+    close(twin(q, k, v), wanted, 0.0)
+    for other in (copy.deepcopy(mech), pickle.loads(pickle.dumps(mech))):  # noqa: S301  # our own bytes
+        close(other(q, k, v), wanted, 0.0)
+    with torch.device("meta"):
+        empty = sq.build(
+            spec, head_dim=5, num_heads=6, num_kv_heads=mech.num_kv_heads, max_length=1024,
+            dtype=torch.float64,
+        ).eval()  # fmt: skip
+    assert all(t.is_meta for t in (*empty.parameters(), *empty.buffers()))
+    empty = empty.to_empty(device="cpu")
+    empty.load_state_dict(mech.state_dict())
+    close(empty(q, k, v), wanted, 0.0)
+    empty.reset_parameters()
+    single = mech(q[0], k[0], v[0])
+    close(single, wanted[0])
+    many = [x.unflatten(0, (1, 2, 1)) for x in (q, k, v)]
+    close(mech(*many), wanted.unflatten(0, (1, 2, 1)))
+    swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert not swapped[0].is_contiguous()
+    close(mech(*swapped), wanted)
+
+
+def same_seed(spec):
+    """Law 6: determined by the seed, identical in eval."""
+    q, k, v = inputs(23, 23, spec=spec)
+    first, again = make(spec, seed=3), make(spec, seed=3)
+    wanted = first(q, k, v)
+    close(again(q, k, v), wanted, 0.0)
+    close(first(q, k, v), wanted, 0.0)
+
+
+def autocast(spec):
+    """Law 8: autocast equals casting the inputs, as it does for torch's own attention."""
+    mech = make(spec, dtype=torch.float32)
+    q, k, v = inputs(71, 71, dtype=torch.float32, size=0.7, spec=spec)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = mech(q, k, v)
+    assert out.dtype == torch.bfloat16
+    close(out, mech(q.bfloat16(), k.bfloat16(), v.bfloat16()), 0.0)
+
+
+def compiled(spec):
+    """Law 8: fullgraph compilation, no recompilation per length, and export."""
+    from torch._dynamo.testing import CompileCounter
+
+    mech = make(spec, dtype=torch.float32)
+    causal = bool(capabilities(spec).causal)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    run = torch.compile(
+        lambda q, k, v: mech(q, k, v, causal=causal), backend=counter, fullgraph=True
+    )
+    for length in (29, 43, 67, 131, 139):
+        q, k, v = inputs(length, length, dtype=torch.float32, spec=spec)
+        close(run(q, k, v), mech(q, k, v, causal=causal), 1e-5)  # same operations in float32
+    # One graph for the first length, one with a symbolic length for all others.
+    assert counter.frame_count <= 2, f"compiled {counter.frame_count} times"
+    torch._dynamo.reset()
+
+
+def exported(spec):
+    """Law 8: torch.export with a dynamic length."""
+    mech = make(spec, dtype=torch.float32)
+    q, k, v = inputs(37, 37, dtype=torch.float32, spec=spec)
+    length = torch.export.Dim("length", min=2, max=512)
+    shapes = {name: {2: length} for name in ("q", "k", "v")}
+    program = torch.export.export(mech, (q, k, v), dynamic_shapes=shapes)
+    q, k, v = inputs(97, 97, dtype=torch.float32, spec=spec)
+    close(program.module()(q, k, v), mech(q, k, v), 1e-5)  # same operations in float32
