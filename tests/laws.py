@@ -7,11 +7,11 @@ import copy
 import io
 import pickle
 
-import references
 import torch
-from variants import capabilities, inputs, make
 
+import references
 import subquad as sq
+from variants import capabilities, inputs, make
 
 EXACT = 1e-9
 """Relative tolerance of float64 comparisons. Rounding is 1.1e-16 an operation; a result here
@@ -54,9 +54,7 @@ MASKS = {
     "causal+key": lambda L, S: sq.Mask(causal=True, key=key_mask(2, S)),
     "prefix": lambda L, S: sq.Mask(causal=True, prefix=min(5, S), key=key_mask(2, S)),
     "prefix rows": lambda L, S: sq.Mask(causal=True, prefix=torch.tensor([3, min(11, S)])),
-    "segments": lambda L, S: sq.Mask(
-        segments=(torch.arange(L) * 3 // L, torch.arange(S) * 3 // S)
-    ),
+    "segments": lambda L, S: sq.Mask(segments=(torch.arange(L) * 3 // L, torch.arange(S) * 3 // S)),
     "causal segments": lambda L, S: sq.Mask(
         causal=True, segments=(torch.arange(L) * 3 // L, torch.arange(S) * 3 // S)
     ),
@@ -319,7 +317,7 @@ def citizenship(spec):
     twin = make(spec, seed=98)
     twin.load_state_dict(torch.load(buffer, weights_only=True))
     close(twin(q, k, v), wanted, 0.0)
-    for other in (copy.deepcopy(mech), pickle.loads(pickle.dumps(mech))):  # noqa: S301  # our own bytes
+    for other in (copy.deepcopy(mech), pickle.loads(pickle.dumps(mech))):  # our own bytes
         close(other(q, k, v), wanted, 0.0)
     with torch.device("meta"):
         empty = sq.build(

@@ -1,11 +1,11 @@
 """Runs the laws over every registered mechanism × declared capability."""
 
-import laws
 import pytest
 import torch
-from variants import all_variants, capabilities, inputs, make, with_capability
 
+import laws
 import subquad as sq
+from variants import all_variants, capabilities, inputs, make, with_capability
 
 PARITY = [
     (spec, kind, queries, keys)
@@ -121,7 +121,9 @@ def test_exported(spec):
 def test_wrong_inputs(spec):
     mech = make(spec)
     q, k, v = inputs(7, 7, spec=spec)
-    with pytest.raises(sq.ShapeError, match=r"q must be \(\.\.\., H=6, L, D=5\), given \(2, 6, 7, 3\)"):
+    with pytest.raises(
+        sq.ShapeError, match=r"q must be \(\.\.\., H=6, L, D=5\), given \(2, 6, 7, 3\)"
+    ):
         mech(q[..., :3], k, v)
     with pytest.raises(sq.ShapeError, match=r"k must be \(2, Hkv=\d, S, D=5\), given"):
         mech(q, k[:, :1], v)

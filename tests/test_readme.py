@@ -161,7 +161,7 @@ def test_commands_exist(command):
     verbs = [word for word in words[1:3] if word.isidentifier()]
     arguments = words[1:] if quick else [*verbs[: 2 if words[1] == "bench" else 1], "--help"]
     done = subprocess.run(
-        [sys.executable, "-m", "subquad.cli", *arguments],
+        [sys.executable, "-c", "from subquad.cli import main; main()", *arguments],
         capture_output=True,
         text=True,
         check=False,

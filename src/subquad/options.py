@@ -79,7 +79,9 @@ class _Parser:
         found, text, position = self.peek()
         if found != kind or (value is not None and text != value):
             wanted = repr(value) if value else f"a {kind}"
-            raise self.error(f"expected {wanted}, found {text!r}" if text else f"expected {wanted}", position)
+            raise self.error(
+                f"expected {wanted}, found {text!r}" if text else f"expected {wanted}", position
+            )
         self.index += 1
         return text
 
@@ -157,16 +159,21 @@ def parse_spec(text: str) -> Spec:
 
 
 def _format_value(value: Any) -> str:
-    if isinstance(value, Spec):
-        return format_spec(value)
     if isinstance(value, Config):
-        return str(value)
+        value = Spec(value.mechanism, value.changed())
+    if isinstance(value, Spec):  # with parentheses: a bare name would be read as text
+        return format_spec(value) if value.options else f"{value.name}()"
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_format_value(item) for item in value) + "]"
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.-]*", value):
-        return f'"{value}"'
+    if isinstance(value, str):
+        bare = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value.lower() not in _WORDS
+        if bare:
+            return value
+        if '"' in value and "'" in value:
+            raise OptionError(f"text with both kinds of quotes cannot be written: {value!r}")
+        return f"'{value}'" if '"' in value else f'"{value}"'
     return str(value)
 
 
@@ -245,6 +252,12 @@ def choice_problem(name: str, value: object, choices: tuple[str, ...]) -> Iterat
     if value not in choices:
         hint = nearest(value, choices) if isinstance(value, str) else ""
         yield f"{name}={value!r} is none of {', '.join(choices)}{hint}"
+
+
+def flag_problem(name: str, value: object) -> Iterator[str]:
+    """Yields a problem when `value` is not a bool."""
+    if not isinstance(value, bool):
+        yield f"{name}={value!r} must be true or false"
 
 
 def integer_problem(name: str, value: object, minimum: int) -> Iterator[str]:

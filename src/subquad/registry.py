@@ -17,7 +17,16 @@ from subquad.options import Config, Spec, parse_spec
 if TYPE_CHECKING:
     from subquad.attention.base import Capabilities, Info, Mechanism
 
-__all__ = ["MECHANISMS", "Description", "build", "capable", "describe", "get", "mechanisms", "resolve"]
+__all__ = [
+    "MECHANISMS",
+    "Description",
+    "build",
+    "capable",
+    "describe",
+    "get",
+    "mechanisms",
+    "resolve",
+]
 
 MECHANISMS: dict[str, str] = {
     "softmax": "subquad.attention.exact.softmax:Softmax",

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from references import ref_additive
 
 import subquad as sq
+from references import ref_additive
 from subquad.attention.exact import engine
 
 B, H, HKV, L, S, D, V, HIDDEN = 2, 6, 3, 7, 11, 5, 13, 17

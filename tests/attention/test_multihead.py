@@ -97,12 +97,13 @@ def compare(theirs, ours, tensors, **arguments):
             close(weights, wanted_weights, FORWARD, "weights")
         else:
             assert weights is None
+            out = got
     different = list({id(x): x for x in tensors}.values())
     direction = torch.randn(got.shape, generator=generator(7), dtype=torch.float64).to(got.dtype)
     gradients = []
-    for module, out in ((theirs, wanted), (ours, ours(*tensors, **arguments)[0])):
+    for module, result in ((theirs, wanted), (ours, out)):
         named = dict(module.named_parameters())
-        all_ = torch.autograd.grad(out, [*different, *named.values()], direction)
+        all_ = torch.autograd.grad(result, [*different, *named.values()], direction)
         gradients.append(dict(zip([*range(len(different)), *named], all_, strict=True)))
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
@@ -327,7 +328,8 @@ def test_appended_keys_work_for_any_mechanism(causal):
         assert (weights[..., :-2].triu(1) == 0).all()
         changed = x.clone()
         changed[-1] += 1.0
-        assert torch.equal(masked(ours, changed, is_causal=True)[:-1], out[:-1])
+        # a later key may move a common scale that cancels, hence roundings of FORWARD's size
+        close(masked(ours, changed, is_causal=True)[:-1], out[:-1], FORWARD, "the past")
 
 
 # ---- grouped queries --------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Sums over disjoint keys add: `combine` and `merge` against softmax over the whole."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from references import ref_softmax
 
 import subquad as sq
+from references import ref_softmax
 from subquad.attention.partial import EMPTY_LOG_SCALE, combine
 
 B, H, HKV, L, S, D, V = 2, 6, 3, 7, 11, 5, 13
@@ -32,10 +33,9 @@ def whole(q, k, v, allowed=None):
 
 
 def cut(q, k, v, *edges):
-    edges = (0, *edges, S)
     return [
         build().partial(q, k[:, :, a:b], v[:, :, a:b])
-        for a, b in zip(edges[:-1], edges[1:], strict=True)
+        for a, b in itertools.pairwise((0, *edges, S))
     ]
 
 

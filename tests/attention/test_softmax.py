@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from references import ref_softmax
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import subquad as sq
+from references import ref_softmax
 from subquad.attention.exact import engine
 from subquad.attention.partial import EMPTY_LOG_SCALE
 

@@ -23,7 +23,7 @@ from subquad import registry
 from subquad.arena import encoders
 from subquad.arena.demo_measure import measure, swap
 from subquad.attention.base import Absent
-from subquad.convert.compare import LayerComparison, compare
+from subquad.convert.compare import LayerComparison, layer_errors
 from subquad.convert.swap import revert
 
 __all__ = ["Row", "applicable", "run"]
@@ -78,8 +78,8 @@ class _Sizes:
     budget: float
 
 
-_FULL = _Sizes(64, 512, 8, 2, 5, (512, 1024, 2048, 4096, 8192, 16384, 32768), 12.0)
-_QUICK = _Sizes(64, 64, 8, 2, 2, (512, 1024, 2048, 4096, 8192), 0.7)
+_FULL = _Sizes(64, 512, 4, 2, 3, (512, 1024, 2048, 4096, 8192, 16384, 32768), 12.0)
+_QUICK = _Sizes(64, 64, 4, 2, 2, (512, 1024, 2048, 4096, 8192), 0.7)
 
 
 def applicable() -> tuple[list[str], list[tuple[str, str]]]:
@@ -240,7 +240,7 @@ def _fidelity(
         layers: tuple[LayerComparison, ...] = ()
         if label != "exact":
             inputs = encoders.batch(ids[: sizes.layer_passages], pad)
-            layers = compare(model, inputs, repeats=1).layers
+            layers = layer_errors(model, inputs)
         cosines = (exact * embedded).sum(-1)
         found[label] = _Fidelity(
             cosine=float(cosines.mean()),
@@ -315,7 +315,7 @@ def table_cells(result: dict[str, Any]) -> Iterator[list[str]]:
         exact = row["mechanism"] == "exact"
         memory = row["memory"]
         yield [
-            row["label"].replace("(", " (", 1),
+            row["label"].replace("(", " (", 1) if "=" in row["label"] else row["label"],
             f"{row['cosine']:.3f}",
             f"{row['cosine_p5']:.3f}",
             f"{row['neighbours']:.0%}",
@@ -329,10 +329,10 @@ def table_cells(result: dict[str, Any]) -> Iterator[list[str]]:
 HEADERS = (
     "attention",
     "cosine",
-    "5th percentile",
+    "5th pct.",
     "same neighbour",
     "attention error",
-    "ms per passage",
+    "ms / passage",
     "× exact",
     "peak MiB",
 )

@@ -131,8 +131,9 @@ def _model_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any
     from subquad.arena.encoders import load_encoder
 
     model = load_encoder(job["model"]).model
+    config: Any = model.config
     ids = torch.arange(job["batch"] * job["length"]).reshape(job["batch"], -1)
-    ids = ids * 7919 % int(model.config.vocab_size)
+    ids = ids * 7919 % int(config.vocab_size)
     rows: list[str] = job["rows"]
     times: dict[str, list[float]] = {row: [] for row in rows}
     memory: dict[str, float | None] = {}
@@ -152,9 +153,7 @@ def _model_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any
                 start = time.perf_counter()
                 model(input_ids=ids)
                 times[row].append((time.perf_counter() - start) / job["batch"])
-    return {
-        row: {"seconds": statistics.median(times[row]), "memory": memory[row]} for row in rows
-    }
+    return {row: {"seconds": statistics.median(times[row]), "memory": memory[row]} for row in rows}
 
 
 def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,12 @@ def write_page(out: Path, result: dict[str, Any]) -> list[Path]:
     """Writes demo.html with its pictures inside, and the light pictures as PNGs beside it."""
     written = []
     pictures: dict[str, tuple[bytes, bytes]] = {}
-    for name, draw in (("speed", _speed), ("memory", _memory), ("fidelity", _fidelity), ("layers", _layers)):
+    for name, draw in (
+        ("speed", _speed),
+        ("memory", _memory),
+        ("fidelity", _fidelity),
+        ("layers", _layers),
+    ):
         pictures[name] = (_png(draw, result, _LIGHT), _png(draw, result, _DARK))
         written.append(_write(out / f"{name}.png", pictures[name][0]))
     written.append(_write(out / "demo.png", _main_picture(result, _LIGHT)))
@@ -75,13 +80,17 @@ def _write(path: Path, content: bytes) -> Path:
 # ---- pictures ----------------------------------------------------------------------------
 
 
-def _figure(width: float, height: float, theme: _Theme, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
+def _figure(
+    width: float, height: float, theme: _Theme, columns: int = 1, **grid: Any
+) -> tuple[Any, Any]:
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with rc_context({"font.size": 11, "axes.titlesize": 12.5, "axes.titleweight": "bold"}):
-        figure = Figure(figsize=(width, height), dpi=200, facecolor=theme.paper, layout="constrained")
+        figure = Figure(
+            figsize=(width, height), dpi=200, facecolor=theme.paper, layout="constrained"
+        )
         FigureCanvasAgg(figure)
         axes = figure.subplots(1, columns, gridspec_kw=grid or None)
     for axis in axes if columns > 1 else [axes]:
@@ -104,7 +113,7 @@ def _save(figure: Any) -> bytes:
 
 
 def _png(draw: Any, result: dict[str, Any], theme: _Theme) -> bytes:
-    figure, axis = _figure(5.6, 4.2, theme)
+    figure, axis = _figure(4.8, 3.8, theme)
     draw(axis, result, theme)
     return _save(figure)
 
@@ -117,9 +126,18 @@ def _main_picture(result: dict[str, Any], theme: _Theme) -> bytes:
 
 
 def _title(axis: Any, theme: _Theme, title: str, below: str = "") -> None:
-    axis.set_title(title, loc="left", color=theme.ink, pad=24 if below else 10, fontsize=12.5, fontweight="bold")
+    axis.set_title(
+        title,
+        loc="left",
+        color=theme.ink,
+        pad=24 if below else 10,
+        fontsize=12.5,
+        fontweight="bold",
+    )
     if below:
-        axis.text(0, 1.03, below, transform=axis.transAxes, color=theme.soft, fontsize=9.5, va="bottom")
+        axis.text(
+            0, 1.03, below, transform=axis.transAxes, color=theme.soft, fontsize=9.5, va="bottom"
+        )
 
 
 def _points(values: dict[Any, float]) -> tuple[list[int], list[float]]:
@@ -151,25 +169,52 @@ def _speed(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     axis.plot(ex, ey, color=theme.exact, linewidth=2.2, marker="o", markersize=4.5)
     axis.plot(x, y, color=theme.mine, linewidth=2.6, marker="o", markersize=4.5)
     axis.annotate(
-        "exact (SDPA)", (ex[-1], ey[-1]), xytext=(-9, 2), textcoords="offset points",
-        ha="right", va="bottom", color=theme.exact, fontsize=10.5, fontweight="bold",
+        "exact (SDPA)",
+        (ex[-1], ey[-1]),
+        xytext=(-9, 2),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        color=theme.exact,
+        fontsize=10.5,
+        fontweight="bold",
     )
     axis.annotate(
-        "performer, M = 128", (x[len(x) // 2], y[len(x) // 2]), xytext=(4, -12),
-        textcoords="offset points", ha="left", va="top", color=theme.mine, fontsize=10.5, fontweight="bold",
+        "performer, M = 128",
+        (x[len(x) // 2], y[len(x) // 2]),
+        xytext=(4, -12),
+        textcoords="offset points",
+        ha="left",
+        va="top",
+        color=theme.mine,
+        fontsize=10.5,
+        fontweight="bold",
     )
     last = ex[-1]
     mine = dict(zip(x, y, strict=True))[last]
-    axis.plot([last, last], [mine, ey[-1]], color=theme.soft, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
+    axis.plot(
+        [last, last], [mine, ey[-1]], color=theme.soft, linewidth=1, linestyle=(0, (2, 3)), zorder=1
+    )
     axis.annotate(
-        f"{ey[-1] / mine:.0f} × faster", (last, ey[-1] ** 0.75 * mine**0.25), xytext=(7, 0),
-        textcoords="offset points", ha="left", va="center", color=theme.ink, fontsize=10.5,
+        f"{ey[-1] / mine:.0f} × faster",
+        (last, ey[-1] ** 0.75 * mine**0.25),
+        xytext=(7, 0),
+        textcoords="offset points",
+        ha="left",
+        va="center",
+        color=theme.ink,
+        fontsize=10.5,
     )
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.set_ylim(min(y[0], ey[0]) * 0.45, max(y[-1], ey[-1]) * 2.2)
     axis.set_xlabel("tokens", color=theme.soft, fontsize=10)
-    _title(axis, theme, "Time of one attention call", "B=1, H=8, D=64, float32, one CPU thread; both axes logarithmic")
+    _title(
+        axis,
+        theme,
+        "Time of one attention call",
+        "B=1, H=8, D=64, float32, one CPU thread",
+    )
 
 
 def _short(value: float) -> str:
@@ -193,17 +238,31 @@ def _memory(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
         if not x:
             continue
         axis.plot(x, y, color=colour, linewidth=2.2, marker="o", markersize=4.5)
-        place = {
-            "explicit": ((-10, 2), "right", "bottom"),
-            "sdpa": ((-2, 9), "right", "bottom"),
-            "mechanism": ((0, -14), "right", "top"),
+        at, offset, across, up = {
+            "explicit": (-1, (-10, 2), "right", "bottom"),
+            "sdpa": (len(x) // 2, (6, -8), "left", "top"),
+            "mechanism": (-1, (2, 9), "right", "bottom"),
         }[name]
         axis.annotate(
-            label, (x[-1], y[-1]), xytext=place[0], textcoords="offset points",
-            ha=place[1], va=place[2], color=colour, fontsize=10.5, fontweight="bold",
+            label,
+            (x[at], y[at]),
+            xytext=offset,
+            textcoords="offset points",
+            ha=across,
+            va=up,
+            color=colour,
+            fontsize=10.5,
+            fontweight="bold",
         )
     if not any(memory.values()):
-        axis.text(0.5, 0.5, "not measured on this system", transform=axis.transAxes, ha="center", color=theme.soft)
+        axis.text(
+            0.5,
+            0.5,
+            "not measured on this system",
+            transform=axis.transAxes,
+            ha="center",
+            color=theme.soft,
+        )
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} MiB"))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.margins(y=0.18)
@@ -215,34 +274,61 @@ def _fidelity(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     rows = [row for row in result["rows"] if row["mechanism"] not in _CONTROLS]
     uniform = next(row for row in result["rows"] if row["mechanism"] == "uniform")
     rows = sorted(rows, key=lambda row: row["cosine"])
-    names = [_wrap(row["label"]) for row in rows]
     low = min(0.0, *(row["cosine_p5"] for row in rows), uniform["cosine"])
-    axis.axvline(uniform["cosine"], color=theme.uniform, linewidth=1.6, linestyle=(0, (4, 3)))
+    line = uniform["cosine"]
+    axis.axvline(line, color=theme.uniform, linewidth=1.6, linestyle=(0, (4, 3)))
     axis.text(
-        uniform["cosine"], len(rows) - 0.42, " uniform attention",
-        color=theme.uniform, fontsize=9.5, ha="left", va="bottom", fontweight="bold",
+        line - 0.015,
+        -0.62,
+        f"uniform attention {line:.3f}",
+        color=theme.uniform,
+        fontsize=9.5,
+        ha="right",
+        va="bottom",
+        fontweight="bold",
     )
     for place, row in enumerate(rows):
-        colour = theme.mine if row["cosine"] > uniform["cosine"] else theme.soft
-        axis.plot([row["cosine_p5"], row["cosine"]], [place, place], color=colour, linewidth=2.4, alpha=0.45, solid_capstyle="round")
+        colour = theme.mine if row["cosine"] > line else theme.soft
+        axis.plot(
+            [row["cosine_p5"], row["cosine"]],
+            [place, place],
+            color=colour,
+            linewidth=3,
+            alpha=0.45,
+            solid_capstyle="round",
+        )
         axis.plot([row["cosine"]], [place], marker="o", markersize=8, color=colour)
         axis.annotate(
-            f"{row['cosine']:.3f}", (row["cosine"], place), xytext=(8, 0),
-            textcoords="offset points", va="center", color=theme.ink, fontsize=10,
+            f"{row['cosine']:.3f}",
+            (row["cosine"], place),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            color=theme.ink,
+            fontsize=10,
         )
-    axis.set_yticks(range(len(rows)))
-    axis.set_yticklabels(names, color=theme.ink, fontsize=9.5)
-    axis.set_ylim(-0.6, len(rows) + 0.05)
-    axis.set_xlim(low - 0.03, 1.12)
+        axis.text(
+            low,
+            place + 0.17,
+            _spaced(row["label"]),
+            color=theme.ink,
+            fontsize=10,
+            va="bottom",
+            bbox={"facecolor": theme.paper, "edgecolor": "none", "pad": 1.0},
+        )
+    axis.set_yticks([])
+    axis.spines["left"].set_visible(False)
+    axis.set_ylim(-0.7, len(rows) - 0.25)
+    axis.set_xlim(low - 0.02, 1.1)
     axis.set_xticks([tick / 5 for tick in range(6) if tick / 5 >= low - 0.03])
     axis.grid(False, axis="y")
-    axis.set_xlabel("cosine to the original embedding: mean, and bar down to the 5th percentile", color=theme.soft, fontsize=9.5)
-    _title(axis, theme, "What the swap costs, untrained", f"{result['model']}, {result['passages']} passages of up to {result['tokens']} tokens")
+    axis.set_xlabel("cosine to the original embedding", color=theme.soft, fontsize=10)
+    below = f"{result['model']}, {result['passages']} passages; bar: down to the 5th percentile"
+    _title(axis, theme, "What the swap costs, untrained", below)
 
 
-def _wrap(label: str) -> str:
-    name, mark, options = label.partition("(")
-    return f"{name}\n{options.rstrip(')')}" if mark else name
+def _spaced(label: str) -> str:
+    return label.replace("(", " (", 1) if "=" in label else label
 
 
 def _layers(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
@@ -265,18 +351,37 @@ def _layers(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     for value, label, colour in sorted(ends):
         place = max(value, place + gap)
         axis.annotate(
-            label, (depth - 1, value), xytext=(depth - 1 + 0.18, place), textcoords="data",
-            va="center", color=colour, fontsize=9.5, fontweight="bold", annotation_clip=False,
+            label,
+            (depth - 1, value),
+            xytext=(depth - 1 + 0.18, place),
+            textcoords="data",
+            va="center",
+            color=colour,
+            fontsize=9.5,
+            fontweight="bold",
+            annotation_clip=False,
         )
-    axis.set_xlim(-0.2, (depth - 1) + max(depth, 2) * 0.62)
+    axis.set_xlim(-0.2, (depth - 1) + max(depth, 2) * 0.36)
     axis.set_xticks(x)
     axis.set_xlabel("layer", color=theme.soft, fontsize=10)
-    _title(axis, theme, "Error of each layer's attention output", "relative to exact attention, on the same q, k and v")
+    _title(
+        axis,
+        theme,
+        "Error of each layer's attention output",
+        "relative to exact attention, on the same q, k and v",
+    )
 
 
 def _brief(label: str) -> str:
     name, mark, options = label.partition("(")
-    return options.rstrip(")").replace("estimator=", "").replace("gauge=", "").replace("features=", "M = ") if mark else name
+    return (
+        options.rstrip(")")
+        .replace("estimator=", "")
+        .replace("gauge=", "")
+        .replace("features=", "M = ")
+        if mark
+        else name
+    )
 
 
 # ---- page --------------------------------------------------------------------------------
@@ -294,18 +399,26 @@ h1 { font-size:clamp(1.5rem, 4.5vw, 2.2rem); line-height:1.2; margin:0 0 .5rem; 
 h2 { font-size:1.15rem; margin:2.4rem 0 .7rem; }
 p { max-width:72ch; margin:.5rem 0; }
 .soft { color:var(--soft); }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit, minmax(160px, 1fr)); gap:12px; margin:24px 0 8px; }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit, minmax(150px, 1fr)); gap:12px;
+  margin:24px 0 20px; }
 .tile { background:var(--card); border-radius:12px; padding:14px 16px; }
-.tile b { display:block; font-size:1.6rem; line-height:1.2; color:var(--mine); font-variant-numeric:tabular-nums; }
-.tile span { font-size:.86rem; color:var(--soft); }
-.pictures { display:grid; grid-template-columns:repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap:20px; }
+.tile b { display:block; font-size:1.6rem; line-height:1.2; color:var(--mine);
+  font-variant-numeric:tabular-nums; }
+.tile span { font-size:.86rem; color:var(--soft); overflow-wrap:anywhere; }
+.pictures { display:grid; gap:20px;
+  grid-template-columns:repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
 figure { margin:0; border:1px solid var(--line); border-radius:12px; padding:12px; }
 figure img { display:block; width:100%; height:auto; }
 .box { overflow-x:auto; border:1px solid var(--line); border-radius:12px; }
-table { border-collapse:collapse; width:100%; font-size:.92rem; font-variant-numeric:tabular-nums; }
-th, td { padding:9px 13px; text-align:right; white-space:nowrap; border-top:1px solid var(--line); }
-thead th { border-top:0; color:var(--soft); font-weight:600; font-size:.82rem; background:var(--card); }
-th:first-child, td:first-child { text-align:left; }
+table { border-collapse:separate; border-spacing:0; width:100%; font-size:.9rem; font-variant-numeric:tabular-nums; }
+th, td { padding:9px 12px; text-align:right; white-space:nowrap; border-top:1px solid var(--line); }
+thead th { border-top:0; color:var(--soft); font-weight:600; font-size:.82rem;
+  background:var(--card); }
+th:first-child, td:first-child { text-align:left; position:sticky; left:0;
+  background:var(--paper); }
+thead th:first-child { background:var(--card); }
+@media (max-width:640px) { td:first-child { white-space:normal; min-width:9.8rem; }
+  figure { padding:6px; } }
 tr.exact td { font-weight:600; } tr.uniform td { color:var(--uniform); }
 ul { padding-left:1.2rem; max-width:76ch; } li { margin:.3rem 0; }
 code { font:0.9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
@@ -328,10 +441,16 @@ def _tiles(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     gain = seconds["sdpa"][length] / seconds["mechanism"][length]
     yield f"{gain:.0f} ×", f"faster than exact attention over {int(length):,} tokens"
     longest = max((n for n in seconds["mechanism"]), key=int)
-    yield _seconds(seconds["mechanism"][longest]), f"for {int(longest):,} tokens, 8 heads, one thread"
+    yield (
+        _seconds(seconds["mechanism"][longest]),
+        f"for {int(longest):,} tokens, 8 heads, one thread",
+    )
     rows = [r for r in result["rows"] if r["mechanism"] not in _CONTROLS]
     best = max(rows, key=lambda row: row["cosine"])
-    yield f"{best['cosine']:.3f}", f"cosine to the original embedding, untrained: {best['label']}"
+    yield (
+        f"{best['cosine']:.3f}",
+        f"cosine to the original embedding, untrained: {_spaced(best['label'])}",
+    )
     uniform = next(row for row in result["rows"] if row["mechanism"] == "uniform")
     yield f"{uniform['cosine']:.3f}", "cosine of uniform attention, the line to beat"
 
@@ -350,7 +469,7 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
         for row, cells in zip(result["rows"], table_cells(result), strict=True)
     )
     body += "".join(
-        f'<tr><td>{html.escape(skip["mechanism"])}</td>'
+        f"<tr><td>{html.escape(skip['mechanism'])}</td>"
         f'<td colspan="{len(HEADERS) - 1}" class="soft" style="text-align:left">left out: '
         f"{html.escape(skip['reason'])}</td></tr>"
         for skip in result["skipped"]
@@ -365,7 +484,9 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
         for line in result["attention"]["left_out"]
     )
     charts = (
-        _picture(pictures["speed"], "Time of one attention call against length: exact and performer")
+        _picture(
+            pictures["speed"], "Time of one attention call against length: exact and performer"
+        )
         + _picture(pictures["memory"], "Peak memory of one attention call against length")
         + _picture(pictures["fidelity"], "Cosine to the original embedding for each mechanism")
         + _picture(pictures["layers"], "Relative error of each layer's attention output")
@@ -381,8 +502,8 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
 <body>
 <main>
 <h1>A real model’s attention, swapped</h1>
-<p>The sentence encoder {html.escape(result["model"])} was trained with softmax attention, whose cost
-grows with the square of the length. Here its attention is replaced by mechanisms whose cost grows
+<p>The sentence encoder {html.escape(result["model"])} was trained with softmax attention, whose
+cost grows with the square of the length. Here its attention is replaced by mechanisms whose cost grows
 linearly, in one line, with no training. What that costs, and what it saves:</p>
 <div class="tiles">{tiles}</div>
 <div class="pictures">{charts}</div>
@@ -392,14 +513,16 @@ linearly, in one line, with no training. What that costs, and what it saves:</p>
 <p class="soft">{result["passages"]} of {result["passages_available"]} passages of the packaged text
 (on average {result["mean_tokens"]:.0f} tokens).</p>
 <ul class="soft">
-<li><b>cosine</b>: of the sentence embedding to the original’s, mean and 5th percentile over passages.</li>
+<li><b>cosine</b>: of the sentence embedding to the original’s, mean and 5th percentile over
+passages.</li>
 <li><b>same neighbour</b>: passages whose nearest other passage is still the same one.</li>
 <li><b>attention error</b>: ‖o − o*‖ / ‖o*‖ of a layer’s attention output on the exact model’s q, k
-and v, mean over layers. Uniform attention, which looks at neither q nor k, is the line to beat.</li>
-<li><b>ms / passage</b>: forward call of the whole model over {result["tokens"]} tokens, one thread, median of
-interleaved calls; most of it is not attention at this length.</li>
-<li><b>peak MiB</b>: of a forward call over {result["batch"]} × {result["tokens"]} tokens in a child process, less
-what it held before: libraries, weights and inputs do not count.</li>
+and v, mean over layers. Uniform attention, which looks at neither q nor k, is the line to
+beat.</li>
+<li><b>ms / passage</b>: forward call of the whole model over {result["tokens"]} tokens, one thread,
+median of interleaved calls; most of it is not attention at this length.</li>
+<li><b>peak MiB</b>: of a forward call over {result["batch"]} × {result["tokens"]} tokens in a child
+process, less what it held before: libraries, weights and inputs do not count.</li>
 </ul>
 <h2>Attention alone</h2>
 <div class="box" tabindex="0" role="region" aria-label="Table of attention calls"><table>
@@ -409,7 +532,8 @@ what it held before: libraries, weights and inputs do not count.</li>
 <li>{html.escape(result["attention_setting"])}; medians of interleaved calls.</li>
 <li>“Weights written out” is what eager attention does: the L×S matrix in memory.</li>
 {left_out}
-<li>{html.escape(result["processor"])}, PyTorch {html.escape(result["torch"])}; {result["seconds"]:.0f} s in all.</li>
+<li>{html.escape(result["processor"])}, PyTorch {html.escape(result["torch"])};
+{result["seconds"]:.0f} s in all.</li>
 </ul>
 </main>
 </body>

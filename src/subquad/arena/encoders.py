@@ -75,8 +75,9 @@ def load_encoder(name: str | Path = "minilm") -> Encoder:
         from transformers.utils import logging
     except ImportError as error:
         raise ImportError("models need transformers: pip install 'subquad[hf]'") from error
-    bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    switch: Any = logging  # its switches are untyped
+    bar = switch.is_progress_bar_enabled()
+    switch.disable_progress_bar()
     try:
         model = AutoModel.from_pretrained(path, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -84,7 +85,7 @@ def load_encoder(name: str | Path = "minilm") -> Encoder:
         raise OptionError(f"cannot load a model and its tokenizer from {path}: {error}") from error
     finally:
         if bar:
-            logging.enable_progress_bar()
+            switch.enable_progress_bar()
     title = "all-MiniLM-L6-v2" if name == "minilm" else path.name
     return Encoder(title, path, model.eval(), tokenizer)
 
@@ -95,9 +96,7 @@ def packaged_text() -> str:
     return texts.read_text(encoding="utf-8")
 
 
-def passages(
-    text: str, tokenizer: Any, *, tokens: int, count: int
-) -> tuple[list[list[int]], int]:
+def passages(text: str, tokenizer: Any, *, tokens: int, count: int) -> tuple[list[list[int]], int]:
     """`count` passages of at most `tokens` tokens, spread evenly over the text.
 
     Consecutive lines are joined until the next one would not fit; an empty line ends a

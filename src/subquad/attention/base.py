@@ -313,7 +313,9 @@ class Mechanism(nn.Module, ABC):
         q, k, v, joined, lead = self._check(q, k, v, joined)
         with _own_precision(q):
             part = self._partial(q, k, v, joined, self._scale(scale))
-        return Partial(*(t.reshape(*lead, *t.shape[1:]) for t in (part.num, part.den, part.log_scale)))
+        return Partial(
+            *(t.reshape(*lead, *t.shape[1:]) for t in (part.num, part.den, part.log_scale))
+        )
 
     def prefill(
         self,
@@ -418,10 +420,14 @@ class Mechanism(nn.Module, ABC):
             "max_length": self.max_length,
         }
         for name, size in sizes.items():
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if size is not None and (
+                not isinstance(size, int) or isinstance(size, bool) or size < 1
+            ):
                 problems.append(f"{name}={size!r} must be an integer ≥ 1")
         if not problems and self.num_heads % self.num_kv_heads:
-            problems.append(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
+            problems.append(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}"
+            )
         if not problems and self.num_heads != self.num_kv_heads:
             support = self.capabilities_for(self.config).gqa
             if isinstance(support, Absent):

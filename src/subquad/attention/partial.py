@@ -96,8 +96,9 @@ def merge(partials: Iterable[Partial]) -> Tensor:
         >>> import torch, subquad as sq
         >>> q, k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64) for _ in range(3))
         >>> mech = sq.build("softmax", head_dim=8, num_heads=2)
-        >>> parts = [mech.partial(q, k[:, :, :2], v[:, :, :2]), mech.partial(q, k[:, :, 2:], v[:, :, 2:])]
-        >>> torch.allclose(sq.merge(parts), mech(q, k, v))
+        >>> first = mech.partial(q, k[:, :, :2], v[:, :, :2])
+        >>> rest = mech.partial(q, k[:, :, 2:], v[:, :, 2:])
+        >>> torch.allclose(sq.merge([first, rest]), mech(q, k, v))
         True
     """
     return combine(partials).output()

@@ -19,7 +19,9 @@ _STATES = ("constant", "growing", "yes", "no")
 
 def add(app: typer.Typer) -> None:
     """Adds the verb."""
-    app.command("list", epilog="Example: [bold]subquad list --causal --state constant[/bold]")(_list)
+    app.command("list", epilog="Example: [bold]subquad list --causal --state constant[/bold]")(
+        _list
+    )
 
 
 def _list(
@@ -61,21 +63,18 @@ def _list(
         write_json([one.to_dict() for one in found])
         return
     table = Table()
-    for column in ("name", "family", "causal", "cross", "gqa", "state", "cost", "what it is"):
-        table.add_column(column, no_wrap=column != "what it is")
+    for column in ("name", "causal", "cross", "gqa", "state"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("what it is, and its cost", overflow="fold")
     for one in found:
         have = one.capabilities
         table.add_row(
             f"[bold]{one.name}[/bold]",
-            one.family,
             *(_MARK[bool(value)] for value in (have.causal, have.cross, have.gqa)),
             str(have.state) if have.state else _MARK[False],
-            one.cost.formula,
-            one.info.summary,
+            f"{one.info.summary}; [dim]{one.cost.formula}[/dim]",
         )
     console = consoles(False)
     console.print(table)
     if not found:
         console.print("no registered mechanism has all of that")
-
-

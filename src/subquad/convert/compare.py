@@ -103,7 +103,9 @@ class Comparison:
                 f"    {'layer':<{width}}   error   uniform attention",
             ]
             rows = [*self.layers, LayerComparison("mean", self.error, self.uniform_error)]
-            lines += [f"    {x.name:<{width}}   {x.error:5.3f}   {x.uniform_error:5.3f}" for x in rows]
+            lines += [
+                f"    {x.name:<{width}}   {x.error:5.3f}   {x.uniform_error:5.3f}" for x in rows
+            ]
         return "\n".join(lines)
 
 
@@ -157,20 +159,10 @@ def compare(
 
 
 def _with_itself(model: nn.Module, inputs: Any, repeats: int) -> Comparison:
-    names = [name for name, _ in converted_layers(model)]
-    if not names:
-        raise OptionError(
-            "the model is not converted: call subquad.convert(model, ...) first, or compare "
-            "two models with compare(a, b, inputs)"
-        )
-    need_transformers()
-    watch = _Watch(model, inputs)
+    layers = layer_errors(model, inputs)
     with _evaluating(model), torch.no_grad():
-        with _implementation(model, "subquad_{}_probe"), routing.probing(watch):
-            call = _Call(model, inputs)
-            call()  # warms up, and measures every layer
-        with _implementation(model, "{}"):
-            call()
+        call = _Call(model, inputs)
+        call()  # the exact run is warm from `layer_errors`
 
         def exact() -> Tensor:
             with _implementation(model, "{}"):
@@ -179,7 +171,30 @@ def _with_itself(model: nn.Module, inputs: Any, repeats: int) -> Comparison:
         a, b, seconds_exact, seconds = _alternate(exact, call, repeats)
     some = next(m._modules[routing.SLOT] for _, m in converted_layers(model))
     mechanism = str(getattr(some, "config", "converted"))
-    return _result(mechanism, watch.results(names), a, b, seconds_exact, seconds, inputs)
+    return _result(mechanism, layers, a, b, seconds_exact, seconds, inputs)
+
+
+def layer_errors(model: nn.Module, inputs: Any) -> tuple[LayerComparison, ...]:
+    """Errors of a converted model's layers during one exact forward call.
+
+    Raises:
+        OptionError: if the model is not converted.
+    """
+    names = [name for name, _ in converted_layers(model)]
+    if not names:
+        raise OptionError(
+            "the model is not converted: call subquad.convert(model, ...) first, or compare "
+            "two models with compare(a, b, inputs)"
+        )
+    need_transformers()
+    watch = _Watch(model, inputs)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_evaluating(model))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_implementation(model, "subquad_{}_probe"))
+        stack.enter_context(routing.probing(watch))
+        _Call(model, inputs)()
+    return watch.results(names)
 
 
 def _two(a: Callable[..., Any], b: Callable[..., Any], inputs: Any, repeats: int) -> Comparison:
@@ -205,12 +220,16 @@ def _result(
 ) -> Comparison:
     if a.shape != b.shape:
         raise ShapeError(f"outputs differ in shape: {tuple(a.shape)} and {tuple(b.shape)}")
-    a, b = (t.double().reshape(t.shape[0], -1, t.shape[-1]) if t.dim() > 1 else t.double()[:, None, None] for t in (a, b))
+    a, b = (
+        t.double().reshape(t.shape[0], -1, t.shape[-1])
+        if t.dim() > 1
+        else t.double()[:, None, None]
+        for t in (a, b)
+    )
     mask = _position_mask(inputs, a.shape[0], a.shape[1], decoder=True)
     keep = torch.ones(a.shape[:2], dtype=torch.bool) if mask is None else mask
     keep = keep.to(a.device)
-    pooled = [_pool(t, keep) for t in (a, b)]
-    cosines = nn.functional.cosine_similarity(*pooled, dim=-1)
+    cosines = nn.functional.cosine_similarity(_pool(a, keep), _pool(b, keep), dim=-1)
     worst = (a - b).abs().masked_fill(~keep[..., None], 0).max()
     return Comparison(
         mechanism=mechanism,
@@ -321,7 +340,9 @@ def _position_mask(inputs: Any, rows: int, length: int, *, decoder: bool) -> Ten
     if not isinstance(inputs, Mapping):
         return None
     names = ("decoder_attention_mask", "attention_mask") if decoder else ("attention_mask",)
-    if decoder and (inputs.get("decoder_input_ids") is not None or inputs.get("labels") is not None):
+    if decoder and (
+        inputs.get("decoder_input_ids") is not None or inputs.get("labels") is not None
+    ):
         is_text = inputs.get("decoder_input_ids", inputs.get("labels"))
         if isinstance(is_text, Tensor) and tuple(is_text.shape) == (rows, length):
             names = ("decoder_attention_mask",)
@@ -387,7 +408,9 @@ def uniform_attention(v: Tensor, shape: tuple[int, ...], mask: Mask) -> Tensor:
     v = v.repeat_interleave(heads // v.shape[1], 1)
     if mask.dense is not None:
         opened = mask.to_dense(queries, v.shape[2], v.device)
-        opened = (opened if opened.dim() == 4 else opened.expand(1, 1, *opened.shape[-2:])).to(v.dtype)
+        opened = (opened if opened.dim() == 4 else opened.expand(1, 1, *opened.shape[-2:])).to(
+            v.dtype
+        )
         return opened @ v / opened.sum(-1, keepdim=True).clamp(min=1)
     keep = v.new_ones(v.shape[0], v.shape[2]) if mask.key is None else mask.key.to(v.dtype)
     keep = keep[:, None, :, None]

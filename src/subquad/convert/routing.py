@@ -23,10 +23,10 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +54,10 @@ _PRESCALED = re.compile(
 )
 
 
-@lru_cache(maxsize=None)
-def _source(cls: type[nn.Module]) -> str:
+@cache
+def _source_of(cls: Hashable) -> str:
     """Source of the class, or of the first base class that routes."""
-    for base in cls.__mro__:
+    for base in cast(type, cls).__mro__:
         if not issubclass(base, nn.Module) or base is nn.Module:
             break
         try:
@@ -69,14 +69,18 @@ def _source(cls: type[nn.Module]) -> str:
     return ""
 
 
+def _source(module: nn.Module) -> str:
+    return _source_of(cast(Hashable, type(module)))
+
+
 def routes(module: nn.Module) -> bool:
     """True when this very module calls transformers' attention interface."""
-    return bool(_source(type(module))) and getattr(module, "config", None) is not None
+    return bool(_source(module)) and getattr(module, "config", None) is not None
 
 
 def prescaled(module: nn.Module) -> bool:
     """True when the module multiplies its queries by D^-½ itself and then asks for scaling=1."""
-    source = _source(type(module))
+    source = _source(module)
     # The call says scaling=1.0, or passes self.scaling that was set to 1.0.
     unit = "scaling=1.0" in source or getattr(module, "scaling", None) == 1.0
     return unit and _PRESCALED.search(source) is not None
@@ -246,12 +250,18 @@ def _read_mask(
                 "converted layers take plain causal and bidirectional masks with padding; "
                 "leave such layers out with where=",
             )
-        key = carried.key if carried.stop is None or carried.key is None else carried.key[:, : carried.stop]
+        key = (
+            carried.key
+            if carried.stop is None or carried.key is None
+            else carried.key[:, : carried.stop]
+        )
         return _Reading(Mask(causal=carried.kind == "causal", key=key), carried.stop)
     if tensor.dim() == 2:
         return _Reading(Mask(causal=is_causal, key=tensor[:, -keys:].bool()), None)
     if tensor.dim() != 4:
-        raise ShapeError(f"attention_mask must be (B, S) or (B, 1, L, S), given {tuple(tensor.shape)}")
+        raise ShapeError(
+            f"attention_mask must be (B, S) or (B, 1, L, S), given {tuple(tensor.shape)}"
+        )
     return _Reading(_explicit(tensor[..., :keys], queries, keys), None)
 
 
@@ -267,7 +277,10 @@ def _explicit(tensor: Tensor, queries: int, keys: int) -> Mask:
         key = opened[:, 0, -1]  # the last query sees every key that any query sees
         for causal in (False, True):
             plain = Mask(causal=causal, key=key)
-            if torch.equal(plain.to_dense(queries, keys).expand(-1, queries, -1), opened[:, 0].expand(-1, queries, -1)):
+            if torch.equal(
+                plain.to_dense(queries, keys).expand(-1, queries, -1),
+                opened[:, 0].expand(-1, queries, -1),
+            ):
                 return plain
     return Mask(dense=opened.expand(-1, -1, queries, -1))
 
@@ -313,7 +326,9 @@ class Deferred(nn.Module):
         max_length: for mechanisms that need it.
     """
 
-    def __init__(self, spec: Any, seed: int, options: dict[str, Any], max_length: int | None) -> None:
+    def __init__(
+        self, spec: Any, seed: int, options: dict[str, Any], max_length: int | None
+    ) -> None:
         super().__init__()
         self.spec, self.seed, self.options, self.max_length = spec, seed, options, max_length
 
@@ -345,13 +360,15 @@ def exact_attention(original: str, module: nn.Module) -> Callable[..., Any]:
     if original != "eager":
         found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[original]
         return found
-    match = _ROUTE.search(_source(type(module)))
+    match = _ROUTE.search(_source(module))
     for base in type(module).__mro__:
         eager = getattr(sys.modules.get(base.__module__), match["eager"] if match else "", None)
         if eager is not None:
             return eager
     raise UnsupportedError(
-        "convert", f"{type(module).__name__} with eager attention", "its eager function was not found"
+        "convert",
+        f"{type(module).__name__} with eager attention",
+        "its eager function was not found",
     )
 
 
@@ -403,9 +420,7 @@ def mechanism_attention(
     return mechanism(q, k, v, mask=mask, scale=scaling)
 
 
-def _with_bias(
-    name: str, mechanism: Mechanism, layer: nn.Module, mask: Mask, bias: Tensor
-) -> Mask:
+def _with_bias(name: str, mechanism: Mechanism, layer: nn.Module, mask: Mask, bias: Tensor) -> Mask:
     if not mechanism.capabilities.dense:
         raise UnsupportedError(
             name,

@@ -165,7 +165,7 @@ def convert(
 
     # Everything is built before anything is changed: an error leaves the model as it was.
     index = {name: position for position, (name, _) in enumerate(layers)}
-    built: list[tuple[nn.Module, nn.Module, ConvertedLayer]] = []
+    built: list[tuple[nn.Module, Mechanism | Deferred, ConvertedLayer]] = []
     shared = Shared()
     for name, layer in picked:
         new = _build(layer, config, seed + index[name])
@@ -174,8 +174,8 @@ def convert(
     for layer, new, row in built:
         layer.add_module(SLOT, new)
         layer.__dict__["_subquad"] = Layer(row.name, row.prescaled, shared)
-    names = {row.name for _, _, row in built}
-    kept = [(name, layer) for name, layer in layers if name not in names]
+    chosen = {row.name for _, _, row in built}
+    kept = [(name, layer) for name, layer in layers if name not in chosen]
     _set_names(model, picked, kept)
     rows = tuple(row for _, _, row in built)
     return ConversionReport(
@@ -221,7 +221,9 @@ def need_transformers() -> None:
 
 def converted_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, attention module) of every converted layer."""
-    return [(name, module) for name, module in model.named_modules() if "_subquad" in module.__dict__]
+    return [
+        (name, module) for name, module in model.named_modules() if "_subquad" in module.__dict__
+    ]
 
 
 def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -420,14 +422,13 @@ def _build(layer: nn.Module, config: Config, seed: int) -> Mechanism | Deferred:
     ).train(layer.training)
 
 
-def _row(name: str, layer: nn.Module, new: nn.Module, seed: int) -> ConvertedLayer:
-    known = isinstance(new, Mechanism)
+def _row(name: str, layer: nn.Module, new: Mechanism | Deferred, seed: int) -> ConvertedLayer:
     return ConvertedLayer(
         name=name,
         kind=type(layer).__name__,
-        heads=new.num_heads if known else None,
-        kv_heads=new.num_kv_heads if known else None,
-        head_dim=new.head_dim if known else None,
+        heads=new.num_heads if isinstance(new, Mechanism) else None,
+        kv_heads=new.num_kv_heads if isinstance(new, Mechanism) else None,
+        head_dim=new.head_dim if isinstance(new, Mechanism) else None,
         causal=bool(getattr(layer, "is_causal", False)),
         prescaled=routing.prescaled(layer),
         dropout=_dropout(layer),

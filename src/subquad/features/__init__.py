@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from subquad.features.draws import chi_quantile, draw_projection
+from subquad.features.gauges import GAUGES, Gauge, Moments, make_gauge, moments
 from subquad.features.landmarks import (
     kmeans_anchors,
     landmark_features,
@@ -12,12 +13,17 @@ from subquad.features.landmarks import (
 from subquad.features.spectral import SpectralMap, spectral
 
 __all__ = [
+    "GAUGES",
+    "Gauge",
+    "Moments",
     "SpectralMap",
     "chi_quantile",
     "draw_projection",
     "kmeans_anchors",
     "landmark_features",
     "log_landmark_features",
+    "make_gauge",
+    "moments",
     "sample_anchors",
     "spectral",
 ]

@@ -99,7 +99,7 @@ def pool_moments(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> tuple[
         pooled.shape[2] if mask is None else int(mask[0, 0].sum())
         for pooled, mask in ((pooled_q, mask_q), (pooled_k, mask_k))
     ]
-    tokens = torch.tensor(counts, dtype=torch.float64, device=q.device)
+    tokens = torch.tensor(counts, dtype=torch.long, device=q.device)
     return Moments(mean_q[0], mean_k[0], cov_q[0], cov_k[0]), tokens
 
 
@@ -165,8 +165,11 @@ def make_gauge(kind: str, stats: Moments, root_scale: float) -> Gauge:
     Balancing costs O(D³) per head, in float64.
     """
     c = root_scale
-    mean_q, mean_k = stats.mean_q * c, stats.mean_k * c
-    cov_q, cov_k = stats.cov_q * c**2, stats.cov_k * c**2
+    # Moments may be in half precision (a module's buffers); T and T^-1 must not be rounded
+    # to it, each on its own: x·y would no longer be q·k.
+    dtype = torch.promote_types(stats.mean_q.dtype, torch.float32)
+    mean_q, mean_k = stats.mean_q.to(dtype) * c, stats.mean_k.to(dtype) * c
+    cov_q, cov_k = stats.cov_q.to(dtype) * c**2, stats.cov_k.to(dtype) * c**2
     zero = torch.zeros_like(mean_q)
     shift_q = mean_q if kind in ("centre", "balance") else zero
     shift_k = mean_k if kind != "none" else zero

@@ -51,6 +51,7 @@ __all__ = [
     "Problem",
     "Result",
     "backward",
+    "causal_chunk",
     "forward",
 ]
 
@@ -72,7 +73,7 @@ REPAIR_ELEMENTS = 1 << 21
 class Map(Protocol):
     """One side's feature map on chunks x (N, n, D).
 
-    `log` maps return u = log2 φ, others φ; `pullback` maps a cotangent of ln φ (log) or φ
+    `log` maps return u = log2 φ + offset, others φ; `pullback` maps a cotangent of ln φ (log) or φ
     to one of x, and adds to `gradients` for the map's own parameters.
     """
 
@@ -80,7 +81,9 @@ class Map(Protocol):
     features: int
     gradients: list[Tensor | None]
 
-    def apply(self, x: Tensor, work: Workspace, name: str) -> Tensor: ...
+    def apply(
+        self, x: Tensor, work: Workspace, name: str, offset: Tensor | None = None
+    ) -> Tensor: ...
 
     def pullback(self, x: Tensor, value: Tensor, cotangent: Tensor) -> Tensor: ...
 
@@ -171,12 +174,16 @@ class LinearMap:
             assert self.bias is not None
             self.gradients[1] = torch.zeros_like(self.bias)
 
-    def apply(self, x: Tensor, work: Workspace, name: str) -> Tensor:
+    def apply(self, x: Tensor, work: Workspace, name: str, offset: Tensor | None = None) -> Tensor:
         rows = x.shape[0], x.shape[1]
         u = work.get(name, *rows, self.weight.shape[-1])
-        torch.bmm(x, self.weight, out=u)
-        if self.bias is not None:
-            u.add_(self.bias)
+        first, second = (self.bias, offset) if self.bias is not None else (offset, None)
+        if first is None:
+            torch.bmm(x, self.weight, out=u)
+        else:  # one pass over u less than adding afterwards
+            torch.baddbmm(first, x, self.weight, out=u)
+        if second is not None:
+            u.add_(second)
         if self.activation is None:
             return u
         if self.activation.expand == 1:
@@ -220,10 +227,11 @@ class FunctionMap:
         self.heads, self.features = heads, features
         self.gradients: list[Tensor | None] = [None] * len(parameters)
 
-    def apply(self, x: Tensor, work: Workspace, name: str) -> Tensor:
+    def apply(self, x: Tensor, work: Workspace, name: str, offset: Tensor | None = None) -> Tensor:
         with torch.no_grad():
             value = self.function(x.unflatten(0, (-1, self.heads))).flatten(0, 1)
-        return value * LOG2E if self.log else value.clone()
+        value = value * LOG2E if self.log else value.clone()
+        return value if offset is None else value.add_(offset)
 
     def pullback(self, x: Tensor, value: Tensor, cotangent: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -241,6 +249,11 @@ class FunctionMap:
 
 
 # ---- one call -----------------------------------------------------------------------------
+
+
+def causal_chunk(features: int) -> int:
+    """Tokens a causal chunk C: arithmetic grows with C, saved states with M/C."""
+    return 64 if features <= 64 else 128
 
 
 @dataclass
@@ -293,7 +306,9 @@ class Problem:
 
     def split(self, tensor: Tensor) -> Tensor:
         """(N, G·n, X) as (B, Kv, G, n, X)."""
-        return tensor.view(-1, self.kv, self.groups, tensor.shape[1] // self.groups, tensor.shape[2])
+        return tensor.view(
+            -1, self.kv, self.groups, tensor.shape[1] // self.groups, tensor.shape[2]
+        )
 
     def key(self, i: int, j: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Keys, values (N, n, ·), log2-weights (N, n, 1) and closed keys (N, n, 1) of i..j."""
@@ -306,7 +321,7 @@ class Problem:
             x, y = x.masked_fill(closed, 0.0), y.masked_fill(closed, 0.0)
         weight = None
         if self.quad != 0.0:
-            weight = (x * x).sum(-1, keepdim=True).mul_(-self.quad * LOG2E)
+            weight = torch.linalg.vecdot(x, x).unsqueeze(-1).mul_(-self.quad * LOG2E)
         if self.key_bias is not None:
             bias = self.key_bias[:, :, i:j].reshape(self.rows, j - i, 1).to(self.dtype) * LOG2E
             weight = bias if weight is None else weight.add_(bias)
@@ -318,7 +333,8 @@ class Problem:
 
     def chunk(self, causal: bool) -> int:
         """Tokens a chunk. Causal: cost grows with C, saved states with M/C. Otherwise 2^12
-        rows over all heads, so that the chunk's φ stays in the cache."""
+        rows over all heads, so that the chunk's φ stays in the cache.
+        """
         if causal:
             return 64 if self.features <= 64 else 128
         return max(128, min(1024, 4096 // self.rows))
@@ -329,10 +345,8 @@ class Problem:
         self, x: Tensor, weight: Tensor | None, c: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(φ_k, new c, key weights 2^(weight − c) of plain maps)."""
-        u = self.key_map.apply(x, self.work, "k")
+        u = self.key_map.apply(x, self.work, "k", weight if self.log else None)
         if self.log:
-            if weight is not None:
-                u.add_(weight)
             new = torch.maximum(c, u.amax(1, keepdim=True))
             return u.sub_(new).exp2_(), new, None
         if weight is None:
@@ -342,10 +356,9 @@ class Problem:
 
     def query_features(self, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         """(φ_q, log2 scale of the row)."""
-        u = self.query_map.apply(x, self.work, "q")
+        u = self.query_map.apply(x, self.work, "q", c if self.log else None)
         if not self.log:
             return u, c.expand(u.shape[0], u.shape[1], 1)
-        u.add_(c)
         top = u.amax(-1, keepdim=True)
         return u.sub_(top).exp2_(), top
 
@@ -383,10 +396,19 @@ class Result:
     flags: Tensor  # (N, G, L): rows redone in log space (log) or clipped (plain)
 
 
+def _rows_dot(matrix: Tensor, vector: Tensor) -> Tensor:
+    """matrix (N, n, M) × vector (N, M, 1): five times faster than `bmm` on a single column."""
+    return torch.linalg.vecdot(matrix, vector.transpose(1, 2)).unsqueeze(-1)
+
+
+def _columns_dot(matrix: Tensor, vector: Tensor) -> Tensor:
+    """matrixᵀ × vector for matrix (N, n, M), vector (N, n, 1), in the form that is fast."""
+    return torch.bmm(vector.transpose(1, 2), matrix).transpose(1, 2)
+
+
 def _divide(p: Problem, num: Tensor, den: Tensor, out: Tensor) -> None:
     # A row without keys has den = num = 0: it gives zeros, not NaN.
-    safe = den.masked_fill(den == 0, 1.0)
-    out.copy_(p.split(num.div_(safe)))
+    torch.div(p.split(num), p.split(den.masked_fill(den == 0, 1.0)), out=out)
 
 
 def _flag(flags: Tensor, i: int, j: int, rows: Tensor) -> None:
@@ -418,7 +440,9 @@ def forward(p: Problem, save: bool) -> Result:
     out = p.v.new_empty(*p.q.shape[:-1], p.value)
     den = p.q.new_empty(p.q.shape[:-1], dtype=p.dtype)
     scale = torch.empty_like(den)
-    views = [t.unflatten(1, (p.kv, p.groups)) for t in (out, den.unsqueeze(-1), scale.unsqueeze(-1))]
+    views = [
+        t.unflatten(1, (p.kv, p.groups)) for t in (out, den.unsqueeze(-1), scale.unsqueeze(-1))
+    ]
     step = p.chunk(False)
     for i in range(0, p.absorb, step):
         state = _absorb(p, i, min(i + step, p.absorb), state)
@@ -430,7 +454,7 @@ def forward(p: Problem, save: bool) -> Result:
     for i in range(0, p.answered, step):
         j = min(i + step, p.answered)
         phi, top = p.query_features(p.query(i, j), c)
-        part = torch.bmm(phi, z)
+        part = _rows_dot(phi, z)
         if p.clip:
             _flag(flags, i, j, part < p.clip * mass)
             part = torch.maximum(part, p.clip * mass)
@@ -480,7 +504,7 @@ def _causal(
         phi_q, top = p.query_features(queries, new)
         p.lower(torch.bmm(phi_q, phi_k.transpose(1, 2), out=inner))
         faded = z * decay
-        den = torch.baddbmm(inner.sum(-1, keepdim=True), phi_q, faded)
+        den = inner.sum(-1, keepdim=True).add_(_rows_dot(phi_q, faded))
         num = torch.bmm(inner, y, out=p.work.get("out", p.rows, rows, p.value))
         low = den < TINY
         if bool(low.any()):  # needs the state before it is rescaled
@@ -500,13 +524,15 @@ def _causal(
     if weights is None:
         p.lower(inner)
         fade: Tensor | float = 1.0
-        seen = torch.arange(1, n + 1, device=x.device, dtype=p.dtype).repeat(p.groups)[None, :, None]
+        seen = torch.arange(1, n + 1, device=x.device, dtype=p.dtype).repeat(p.groups)[
+            None, :, None
+        ]
         row_mass = mass + seen
     else:
         pair, fade, top = weights
         inner.mul_(pair)
         row_mass = mass * fade + pair.sum(-1, keepdim=True)
-    den = inner.sum(-1, keepdim=True) + torch.bmm(phi_q, z) * fade
+    den = inner.sum(-1, keepdim=True) + _rows_dot(phi_q, z) * fade
     num = torch.bmm(inner, y)
     num.add_(torch.bmm(phi_q, s) * fade)
     bad = None
@@ -625,7 +651,9 @@ def backward(
         torch.empty_like(p.k, memory_format=torch.contiguous_format),
         torch.empty_like(p.v, memory_format=torch.contiguous_format),
         p.k.new_empty(p.k.shape[:-1], dtype=p.dtype) if need_bias else None,
-        p.q.new_zeros(p.rows, p.features, p.value, dtype=p.dtype) if s_bar is None else s_bar.clone(),
+        p.q.new_zeros(p.rows, p.features, p.value, dtype=p.dtype)
+        if s_bar is None
+        else s_bar.clone(),
         p.q.new_zeros(p.rows, p.features, 1, dtype=p.dtype) if z_bar is None else z_bar.clone(),
     )
     outer = _Outer(p, result, out_bar, den_bar)
@@ -654,7 +682,7 @@ def backward(
         if p.log:
             bar.mul_(phi)
         grads.s.baddbmm_(phi.transpose(1, 2), g)
-        grads.z.baddbmm_(phi.transpose(1, 2), delta)
+        grads.z.add_(_columns_dot(phi, delta))
         _query_pullback(p, grads, i, j, x, phi, bar)
     step = p.chunk(False)
     s_bar_t, z_bar_t = grads.s.transpose(1, 2), grads.z.transpose(1, 2)
@@ -688,7 +716,6 @@ class _Outer:
         self.den_bar = None if den_bar is None else den_bar.unsqueeze(-1).unflatten(1, split)
 
     def rows(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        p = self.p
         den = self._take(self.den, i, j)
         g = self._take(self.out_bar, i, j) / den.masked_fill(den == 0, math.inf)
         delta = (g * self._take(self.out, i, j)).sum(-1, keepdim=True).neg_()
@@ -705,11 +732,9 @@ def _key_features_at(
     p: Problem, x: Tensor, weight: Tensor | None, c: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """φ_k relative to a known maximum c; plain maps: (ψ_k, key weights)."""
-    u = p.key_map.apply(x, p.work, "k")
+    u = p.key_map.apply(x, p.work, "k", weight if p.log else None)
     if not p.log:
         return u, None if weight is None else torch.exp2(weight - c)
-    if weight is not None:
-        u.add_(weight)
     return u.sub_(c).exp2_(), None
 
 
@@ -749,7 +774,8 @@ def _causal_backward(
     before: tuple[Tensor, Tensor, Tensor], after: Tensor, result: Result,
 ) -> None:  # fmt: skip
     """One causal chunk of an exponential map; `grads.s` arrives at scale `after` and leaves
-    at the scale of the state before the chunk."""
+    at the scale of the state before the chunk.
+    """
     s, z, c = before
     a, b = i + p.answered - p.absorb, j + p.answered - p.absorb
     x, y, weight, closed = p.key(i, j)
@@ -774,7 +800,7 @@ def _causal_backward(
     key_bar.add_(grads.z.transpose(1, 2)).baddbmm_(pair.transpose(1, 2), phi_q).mul_(phi_k)
     y_bar = torch.bmm(phi_k, grads.s).baddbmm_(inner.transpose(1, 2), g)
     grads.s.baddbmm_(phi_q.transpose(1, 2), g).mul_(decay)
-    grads.z.baddbmm_(phi_q.transpose(1, 2), delta).mul_(decay)
+    grads.z.add_(_columns_dot(phi_q, delta)).mul_(decay)
     if some:
         head, row, position, u_q, u_k = _bad_rows(p, bad, queries, x, weight)
         for part in _slices(p, len(head), n):
@@ -831,8 +857,8 @@ def _plain_causal_backward(
         decay = torch.exp2(c - after)
         grads.s.mul_(decay)
         grads.z.mul_(decay)
-    faded = (psi_q * fade).transpose(1, 2)
-    grads.s.baddbmm_(faded, g)
-    grads.z.baddbmm_(faded, delta)
+    faded = psi_q * fade
+    grads.s.baddbmm_(faded.transpose(1, 2), g)
+    grads.z.add_(_columns_dot(faded, delta))
     _query_pullback(p, grads, a, b, queries, psi_q, bar)
     _key_pullback(p, grads, i, j, x, psi_k, key_bar, y_bar, closed)

@@ -21,6 +21,7 @@ from subquad.kernels.linear import (
     Problem,
     Result,
     backward,
+    causal_chunk,
     forward,
 )
 
@@ -62,43 +63,44 @@ def _run(
     activation: str, quad: float, clip: float, absorb: int, save: bool,
 ) -> Result:  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):  # sums stay in float32
-        maps = _maps(q, wq, bq, wk, bk, activation)
-        return forward(Problem(q, k, v, *maps, key_bias, key_mask, state, quad, clip, absorb), save)
+        query_map, key_map = _maps(q, wq, bq, wk, bk, activation)
+        p = Problem(q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb)
+        return forward(p, save)
 
 
-def _state(s: Tensor | None, z: Tensor | None, c: Tensor | None, mass: Tensor | None) -> State | None:
+def _state(
+    s: Tensor | None, z: Tensor | None, c: Tensor | None, mass: Tensor | None
+) -> State | None:
     if s is None or z is None or c is None or mass is None:
         return None
     return s, z, c, mass
 
 
 @_linear_attention.register_fake
-def _(q, k, v, wq, bq, wk, bk, key_bias, key_mask, s, z, c, mass, activation, quad, clip, absorb, save):  # type: ignore[no-untyped-def]  # mirrors the operator above
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+def _shapes(*inputs: Any) -> tuple[Tensor, ...]:
+    q, _, v, _, _, wk, *_, activation, _, _, absorb, save = inputs
     batch, heads, queries, _ = q.shape
     kv, keys, value = v.shape[1:]
-    rows, expand = batch * kv, 1 if activation == "exp" else ACTIVATIONS[activation].expand
-    features = wk.shape[-1] * expand
+    rows = batch * kv
+    features = wk.shape[-1] * (1 if activation == "exp" else ACTIVATIONS[activation].expand)
     width = features if activation == "exp" else 1
-    step = 64 if features <= 64 else 128
+    step = causal_chunk(features)
     kept = (keys - absorb + step - 1) // step if save else 0
-
-    def new(*shape, dtype=dtype):  # type: ignore[no-untyped-def]
-        return q.new_empty(shape, dtype=dtype)
-
-    return (
-        new(batch, heads, queries, value, dtype=v.dtype),
-        new(batch, heads, queries),
-        new(batch, heads, queries),
-        new(rows, features, value),
-        new(rows, features, 1),
-        new(rows, 1, width),
-        new(rows, 1, 1),
-        new(kept, rows, features, value),
-        new(kept, rows, features, 1),
-        new(kept, rows, 1, width),
-        new(rows, heads // kv, queries if save else 0, dtype=torch.bool),
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shapes = (
+        (batch, heads, queries),
+        (batch, heads, queries),
+        (rows, features, value),
+        (rows, features, 1),
+        (rows, 1, width),
+        (rows, 1, 1),
+        (kept, rows, features, value),
+        (kept, rows, features, 1),
+        (kept, rows, 1, width),
     )
+    flags = q.new_empty((rows, heads // kv, queries if save else 0), dtype=torch.bool)
+    out = v.new_empty((batch, heads, queries, value))
+    return (out, *(q.new_empty(shape, dtype=sums) for shape in shapes), flags)
 
 
 @torch.library.custom_op("subquad::linear_attention_backward", mutates_args=())
@@ -109,7 +111,9 @@ def _linear_attention_backward(
     s: Tensor, z: Tensor, c: Tensor, mass: Tensor, hs: Tensor, hz: Tensor, hc: Tensor,
     flags: Tensor, out_bar: Tensor, den_bar: Tensor | None, s_bar: Tensor | None,
     z_bar: Tensor | None, need: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     query_map, key_map = _maps(q, wq, bq, wk, bk, activation)
     query_map.track(need[0], need[1])
     key_map.track(need[2], need[3])
@@ -128,23 +132,18 @@ def _linear_attention_backward(
 
 
 @_linear_attention_backward.register_fake
-def _(q, k, v, wq, bq, wk, bk, key_bias, key_mask, c0, activation, quad, clip, absorb, out, den, s, z, c, mass, hs, hz, hc, flags, out_bar, den_bar, s_bar, z_bar, need):  # type: ignore[no-untyped-def]  # mirrors the operator above
-    def like(tensor, wanted, dtype=None):  # type: ignore[no-untyped-def]
-        if not wanted:
-            return q.new_empty(0)
-        return tensor.new_empty(tensor.shape, dtype=dtype or tensor.dtype)
-
+def _shapes_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    q, k, v, wq, bq, wk, bk, key_bias, *_ = inputs
+    s, z, need = inputs[16], inputs[17], inputs[-1]
+    optional = (
+        q.new_empty(tensor.shape if wanted else (0,), dtype=s.dtype if wanted else q.dtype)
+        for tensor, wanted in zip((wq, bq, wk, bk, key_bias), need, strict=True)
+    )
     return (
-        like(q, True),
-        like(k, True),
-        like(v, True),
-        like(wq, need[0], s.dtype),
-        like(bq, need[1], s.dtype),
-        like(wk, need[2], s.dtype),
-        like(bk, need[3], s.dtype),
-        like(key_bias, need[4], s.dtype),
-        like(s, True),
-        like(z, True),
+        *(t.new_empty(t.shape) for t in (q, k, v)),
+        *optional,
+        torch.empty_like(s),
+        torch.empty_like(z),
     )
 
 
@@ -178,9 +177,7 @@ def _backward(ctx: Any, *bars: Tensor | None) -> tuple[Tensor | None, ...]:
     return (q, k, v, *weights, None, *states, *([None] * 7))
 
 
-torch.library.register_autograd(
-    "subquad::linear_attention", _backward, setup_context=_setup
-)
+torch.library.register_autograd("subquad::linear_attention", _backward, setup_context=_setup)
 
 
 def linear_attention(
@@ -234,7 +231,9 @@ class _Functions(torch.autograd.Function):
             out_bar = torch.zeros_like(out)
         g: Gradients = backward(p, result, out_bar, den_bar, s_bar, z_bar, ctx.needs_input_grad[4])
         states = (g.s, g.z) if ctx.has_state else (None, None)
-        totals = [_add(a, b) for a, b in zip(p.query_map.gradients, p.key_map.gradients, strict=True)]
+        totals = [
+            _add(a, b) for a, b in zip(p.query_map.gradients, p.key_map.gradients, strict=True)
+        ]
         return None, g.q, g.k, g.v, g.key_bias, *states, *totals
 
 
@@ -257,10 +256,12 @@ def linear_attention_functions(
     scales = None if state is None else state[2:]
 
     def make(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, s: Any, z: Any) -> Problem:
-        maps = (FunctionMap(f, parameters, log, heads, features) for f in (query, key))
+        query_map = FunctionMap(query, parameters, log, heads, features)
+        key_map = FunctionMap(key, parameters, log, heads, features)
         full = None if scales is None else (s, z, *scales)
-        return Problem(q, k, v, *maps, bias, key_mask, full, 0.0, clip, absorb)
+        return Problem(q, k, v, query_map, key_map, bias, key_mask, full, 0.0, clip, absorb)
 
     s, z = (None, None) if state is None else state[:2]
-    out, den, scale, s, z, c, mass = _Functions.apply(make, q, k, v, key_bias, s, z, *parameters)
+    run: Callable[..., Any] = _Functions.apply
+    out, den, scale, s, z, c, mass = run(make, q, k, v, key_bias, s, z, *parameters)
     return out, den, scale, (s, z, c, mass)

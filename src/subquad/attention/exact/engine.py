@@ -26,6 +26,9 @@ __all__ = ["CHUNK_BYTES", "KeyValueState", "clear", "over_queries", "softmax_sum
 CHUNK_BYTES = 64 * 2**20
 """Bytes that one chunk's mask or scores may take."""
 
+CHUNK_ROWS = 256
+"""Queries of a chunk where a mask keeps keys out of its reach: less of them is computed."""
+
 
 @dataclass(frozen=True, eq=False)
 class KeyValueState(State):
@@ -114,6 +117,8 @@ def over_queries(
 ) -> tuple[Tensor, ...]:
     """Concatenates `function` over chunks of queries, each at most `CHUNK_BYTES`.
 
+    Where all chunks together are larger, each is computed again in the backward pass.
+
     Args:
         function: gets q (B, H, l, D), the keys and values that these queries can reach
             (B, Hkv, s, ·), allowed (B or 1, H or 1, l, s) and, for a floating-point dense
@@ -127,21 +132,27 @@ def over_queries(
     """
     queries, keys = q.shape[2], k.shape[2]
     rows = max(1, CHUNK_BYTES // bytes_per_query)
+    again = rows < queries and torch.is_grad_enabled()
+    if (mask.causal or mask.window is not None) and not torch.compiler.is_compiling():
+        rows = min(rows, CHUNK_ROWS)
+    edges = [(0, queries)]  # a single chunk has to compile for any length
+    if rows < queries:
+        edges = [(start, min(queries, start + rows)) for start in range(0, queries, rows)]
     parts = []
-    for start in range(0, queries, rows):
-        stop = min(queries, start + rows)
+    # Longest spans first: what they free is large enough for all that follow.
+    for start, stop in reversed(edges):
         first, last = mask.span(start, stop, queries, keys)
         if first == last:  # no key in reach: one closed key keeps the shapes regular
             last = first + 1
         run = functools.partial(_chunk, function, mask, (start, stop, queries, keys), (first, last))
         tensors = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
-        if rows < queries and torch.is_grad_enabled():
+        if again:
             parts.append(checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=random))
         else:
             parts.append(run(*tensors))
     if len(parts) == 1:
         return parts[0]
-    return tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
+    return tuple(torch.cat(tensors[::-1], 2) for tensors in zip(*parts, strict=True))
 
 
 def _chunk(

@@ -157,7 +157,7 @@ class Softmax(Mechanism):
         dtype = sums_dtype(q.dtype)
         mask = dense_as(mask, dtype)
         k, v = clear(k, v, mask)
-        size = 2 * q.shape[0] * q.shape[1] * k.shape[2] * dtype.itemsize
+        size = 8 * q.shape[0] * q.shape[1] * k.shape[2] * dtype.itemsize
         function = functools.partial(_explicit, scale=scale, dtype=dtype, dropout=self.dropout)
         sums = over_queries(function, q, k, v, mask, size, random=self.dropout > 0)
         return as_partial(sums)

@@ -125,13 +125,16 @@ def _call(
     )  # fmt: skip
 
 
-def _checked(function: Callable[[Tensor], Tensor], maps: FunctionFeatures) -> Callable[[Tensor], Tensor]:
+def _checked(
+    function: Callable[[Tensor], Tensor], maps: FunctionFeatures
+) -> Callable[[Tensor], Tensor]:
     def features(x: Tensor) -> Tensor:
         value = function(x)
         wanted = (*x.shape[:-1], maps.features)
-        if tuple(value.shape) != wanted:
+        found = tuple(value.shape)
+        if found != wanted:
             raise ShapeError(
-                f"the feature function must map {tuple(x.shape)} to {wanted}, it gave {tuple(value.shape)}"
+                f"the feature function must map {tuple(x.shape)} to {wanted}, it gave {found}"
             )
         if not maps.log and not maps.clip and bool((value < 0).any()):
             raise OptionError(
@@ -202,10 +205,10 @@ class KernelMechanism(Mechanism):
         maps = self._features(q, k, mask, scale)
         queries, keys = q.shape[2], k.shape[2]
         if queries > keys:
-            raise ShapeError(f"prefill needs L ≤ S, given L={queries} queries for S={keys} new keys")
-        out, _, _, sums = _call(
-            maps, q, k, v, keys - queries, key_mask, _flat(state, v.shape[-1])
-        )
+            raise ShapeError(
+                f"prefill needs L ≤ S, given L={queries} queries for S={keys} new keys"
+            )
+        out, _, _, sums = _call(maps, q, k, v, keys - queries, key_mask, _flat(state, v.shape[-1]))
         shape = (k.shape[0], k.shape[1])
         s, z, c, mass = (t.unflatten(0, shape) for t in sums)
         seen = 0 if state is None else state.length

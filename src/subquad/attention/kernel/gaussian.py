@@ -23,7 +23,7 @@ from subquad.attention.masks import Mask
 from subquad.errors import CalibrationError, OptionError, ShapeError
 from subquad.features.draws import draw_projection
 from subquad.features.landmarks import kmeans_anchors, sample_anchors
-from subquad.options import Config, choice_problem, integer_problem, number_problem
+from subquad.options import Config, choice_problem, flag_problem, integer_problem, number_problem
 
 __all__ = ["Gaussian", "GaussianConfig"]
 
@@ -51,8 +51,7 @@ class GaussianConfig(Config):
         yield from integer_problem("features", self.features, 1)
         yield from number_problem("sigma", self.sigma, 0.0, open_low=True)
         yield from choice_problem("anchors", self.anchors, ("normal", "sample", "kmeans"))
-        if not isinstance(self.learned, bool):
-            yield f"learned={self.learned!r} must be true or false"
+        yield from flag_problem("learned", self.learned)
 
 
 def _flops(length: int, head_dim: int, value_dim: int, config: GaussianConfig) -> float:
@@ -91,6 +90,8 @@ class Gaussian(KernelMechanism):
     family = "kernel"
     Config = GaussianConfig
     config: GaussianConfig
+    anchors: Tensor
+    placed: Tensor
 
     info = Info(
         summary="kernel attention with Gaussian similarities to landmark anchors",
@@ -110,7 +111,11 @@ class Gaussian(KernelMechanism):
     )
 
     def __init__(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **sizes: Any
+        self,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **sizes: Any,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **sizes)
         shape = (self.num_kv_heads, self.config.features, self.head_dim)
@@ -133,7 +138,11 @@ class Gaussian(KernelMechanism):
             partial=True,
             segments=Absent("one state serves one sequence; call once for each segment"),
             window=Absent("features sum over all keys; a window is sparse attention"),
-            functional=learned if config.learned else from_data if config.anchors != "normal" else True,
+            functional=learned
+            if config.learned
+            else from_data
+            if config.anchors != "normal"
+            else True,
         )
 
     def _scale(self, scale: float | None) -> float:
@@ -147,7 +156,9 @@ class Gaussian(KernelMechanism):
         self._set_placed(self.config.anchors == "normal")
         if self.config.anchors == "normal":
             heads, m, dim = self.anchors.shape
-            drawn = draw_projection(m, dim, heads=heads, draw="iid", seed=self.seed, dtype=torch.float64)
+            drawn = draw_projection(
+                m, dim, heads=heads, draw="iid", seed=self.seed, dtype=torch.float64
+            )
             self.anchors.copy_(drawn)
         else:
             self.anchors.zero_()
@@ -156,6 +167,10 @@ class Gaussian(KernelMechanism):
         self.placed.fill_(placed)
         self._placed = placed
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._placed = not self.placed.is_meta and bool(self.placed)
+
     @torch.no_grad()
     def set_anchors(self, anchors: Tensor) -> None:
         """Sets anchors (M, D) for all heads, or (Hkv, M, D).
@@ -163,10 +178,10 @@ class Gaussian(KernelMechanism):
         Raises:
             ShapeError: if the shape is neither.
         """
-        wanted = tuple(self.anchors.shape)
-        if tuple(anchors.shape) not in (wanted, wanted[1:]):
+        wanted, found = tuple(self.anchors.shape), tuple(anchors.shape)
+        if found not in (wanted, wanted[1:]):
             raise ShapeError(
-                f"anchors must be (Hkv, M, D) = {wanted} or (M, D) = {wanted[1:]}, given {tuple(anchors.shape)}"
+                f"anchors must be (Hkv, M, D) = {wanted} or (M, D) = {wanted[1:]}, given {found}"
             )
         self.anchors.copy_(anchors.expand(wanted))
         self._set_placed(True)

@@ -26,7 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.base import Absent, Capabilities, Cost, Info, Support
-from subquad.attention.kernel.engine import FeatureMaps, FunctionFeatures, KernelMechanism, LinearFeatures
+from subquad.attention.kernel.engine import (
+    FeatureMaps,
+    FunctionFeatures,
+    KernelMechanism,
+    LinearFeatures,
+)
 from subquad.attention.masks import Mask
 from subquad.errors import CalibrationError, OptionError
 from subquad.features.draws import DRAWS, NORMS, draw_projection
@@ -77,13 +82,12 @@ class PerformerConfig(Config):
 
     def problems(self) -> Iterator[str]:
         yield from integer_problem("features", self.features, 1)
-        if isinstance(self.estimator, str):
-            yield from choice_problem("estimator", self.estimator, ESTIMATORS)
-        elif not callable(self.estimator) and not isinstance(self.estimator, SpectralMap):
-            yield (
-                f"estimator must be one of {', '.join(ESTIMATORS)}, a SpectralMap or a function, "
-                f"given {type(self.estimator).__name__}"
-            )
+        given: object = self.estimator
+        if isinstance(given, str):
+            yield from choice_problem("estimator", given, ESTIMATORS)
+        elif not (callable(given) or isinstance(given, SpectralMap)):
+            names = ", ".join(ESTIMATORS)
+            yield f"estimator={given!r} is none of {names}, a SpectralMap or a function"
         yield from choice_problem("draw", self.draw, DRAWS)
         yield from choice_problem("norms", self.norms, NORMS)
         yield from choice_problem("gauge", self.gauge, GAUGES)
@@ -103,7 +107,8 @@ class PerformerConfig(Config):
             if self.redraw is not None:
                 yield "redraw has no effect on a SpectralMap, whose frequencies are fixed"
             if self.estimator.features != self.features:
-                yield f"features={self.features} must equal the SpectralMap's {self.estimator.features}"
+                wanted = self.estimator.features
+                yield f"features={self.features} must equal the SpectralMap's {wanted}"
 
     @property
     def approximates_softmax(self) -> bool:
@@ -156,6 +161,14 @@ class Performer(KernelMechanism):
     Config = PerformerConfig
     config: PerformerConfig
     projection: Tensor
+    projection_k: Tensor
+    phase: Tensor
+    draw_index: Tensor
+    tokens: Tensor
+    mean_q: Tensor
+    mean_k: Tensor
+    cov_q: Tensor
+    cov_k: Tensor
 
     info = Info(
         summary="softmax attention by positive orthogonal random features (FAVOR+) and relatives",
@@ -181,7 +194,11 @@ class Performer(KernelMechanism):
     )
 
     def __init__(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **sizes: Any
+        self,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **sizes: Any,
     ) -> None:
         super().__init__(device=device, dtype=dtype, **sizes)
         config, kv, dim = self.config, self.num_kv_heads, self.head_dim
@@ -206,7 +223,8 @@ class Performer(KernelMechanism):
             self.kernel = config.estimator
         self.register_buffer("draw_index", torch.zeros((), dtype=torch.long, device=device))
         if config.uses_moments and config.statistics == "calibrated":
-            self.register_buffer("tokens", torch.zeros(2, dtype=torch.float64, device=device))
+            # Integers: a module's .half() casts floating buffers, and counts exceed 65504.
+            self.register_buffer("tokens", torch.zeros(2, dtype=torch.long, device=device))
             for name in ("mean_q", "mean_k"):
                 buffer(name, kv, dim)
             for name in ("cov_q", "cov_k"):
@@ -309,7 +327,8 @@ class Performer(KernelMechanism):
         found, tokens = pool_moments(q, k, mask.key)
         old = Moments(self.mean_q, self.mean_k, self.cov_q, self.cov_k)
         total = self.tokens + tokens
-        for side, share in zip(("q", "k"), tokens / total, strict=True):
+        shares = tokens.double() / total.clamp_min(1)  # a batch without any token changes nothing
+        for side, share in zip(("q", "k"), shares, strict=True):
             mean, new = getattr(old, f"mean_{side}"), getattr(found, f"mean_{side}")
             cov, extra = getattr(old, f"cov_{side}"), getattr(found, f"cov_{side}")
             step = new - mean
@@ -319,9 +338,14 @@ class Performer(KernelMechanism):
         self.tokens.copy_(total)
         self._calibrated = bool((total > 0).all())
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if "tokens" in self._buffers:
+            self._calibrated = not self.tokens.is_meta and bool((self.tokens > 0).all())
+
     def _ready(self) -> bool:
-        # A Python flag, so that compiled graphs need not read the buffer; loaded state
-        # dicts set it on the first call.
+        # A Python flag, so that compiled graphs need not read the buffer; it is looked up
+        # here where buffers were filled by other means than `load_state_dict`.
         if not self._calibrated:
             self._calibrated = bool((self.tokens > 0).all())
         return self._calibrated
@@ -356,7 +380,9 @@ class Performer(KernelMechanism):
             drawn = (epsilon * variance[..., None, :].sqrt()) @ vectors.transpose(-1, -2)
             level = None
         width = variance.log().sum(-1) * (self.head_dim if level is not None else 1)
-        log_weight = 0.5 * (epsilon.square().sum(-1) - drawn.square().sum(-1)) + 0.5 * width[..., None]
+        log_weight = (
+            0.5 * (epsilon.square().sum(-1) - drawn.square().sum(-1)) + 0.5 * width[..., None]
+        )
         return drawn, log_weight
 
     # ---- features ------------------------------------------------------------------------
@@ -466,9 +492,10 @@ class Performer(KernelMechanism):
         """Generalised attention φ(x) = f(ω·x) (arXiv 2009.14794, section 4.2)."""
         columns = omega.transpose(-1, -2) * root
         parameters = tuple(function.parameters()) if isinstance(function, nn.Module) else ()
+        own = parameters[0].dtype if parameters else omega.dtype  # a module in half precision
 
         def features(x: Tensor) -> Tensor:
-            return function(x @ columns)
+            return function((x @ columns).to(own)).to(columns.dtype)
 
         return FunctionFeatures(features, features, self.config.features, parameters=parameters)
 

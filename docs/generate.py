@@ -1,0 +1,217 @@
+"""Writes the pages that follow from the registry and from benchmarks/results.
+
+`main` is called by conf.py before every build; nothing that it writes is committed.
+"""
+
+import csv
+import shutil
+from pathlib import Path
+
+import subquad as sq
+from subquad.registry import MECHANISMS, get
+
+KINDS = {
+    "causal": "causal",
+    "key": "padding",
+    "prefix": "prefix",
+    "segments": "segments",
+    "window": "window",
+    "cross": "cross",
+    "gqa": "GQA",
+    "partial": "merges",
+    "state": "state",
+}
+
+
+def main(docs):
+    write_all({docs / "mechanisms" / name: text for name, text in mechanism_pages(docs).items()})
+    write_all({docs / "_generated" / "results.md": results(docs)})
+
+
+def write_all(pages):
+    """Writes what changed: an untouched page is not built again."""
+    for path, text in pages.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def cell(text):
+    """Text that may stand in a table's cell."""
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def code(text):
+    return f"`{cell(text)}`" if str(text) else ""
+
+
+# ---- one page a mechanism ----------------------------------------------------------------
+
+
+def mechanism_pages(docs):
+    pages = {"index.md": overview()}
+    for name in MECHANISMS:
+        pages[f"{name}.md"] = page(docs, name)
+    return pages
+
+
+def overview():
+    names = sq.mechanisms()
+    head = ["mechanism", "family", "cost", "approximates", *KINDS.values()]
+    lines = [
+        "# Mechanisms",
+        "",
+        "Every mechanism of the registry, with its default options. A dash stands for what a "
+        "mechanism refuses; its page says why. `sq.mechanisms(...)` filters by the same columns.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+    ]
+    for name in names:
+        info = sq.describe(name)
+        have = info.capabilities
+        row = [f"[{name}]({name}.md)", info.family, cell(info.cost.formula), have.approximates or "–"]
+        for kind in KINDS:
+            value = getattr(have, kind)
+            row.append(("yes" if value is True else str(value)) if value else "–")
+        lines.append("| " + " | ".join(row) + " |")
+    lines += [
+        "",
+        "What the columns mean: *padding* is a key mask; *cross*, queries and keys of different "
+        "lengths; *merges*, partial sums over disjoint keys add (`sq.merge`); *state*, memory of "
+        "`prefill` and `step`. Several options change a row: `sq.describe(\"performer(gauge=centre)\")`.",
+        "",
+        "```{toctree}",
+        ":hidden:",
+        "",
+        *names,
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def page(docs, name):
+    info, found = sq.describe(name), get(name)
+    about = info.info
+    lines = [f"# {name}", "", f"{about.summary[0].upper()}{about.summary[1:]}.", ""]
+    lines += ["```text", about.formula, "```", ""]
+    facts = {
+        "Family": info.family,
+        "Cost": f"{about.cost.formula}; at 4,096 tokens, D = V = 64, one head: "
+        f"{info.flops(4096) / 1e9:.3g} GFLOP",
+        "Exact": about.limit,
+        "Paper": about.paper,
+        "Departs from it": about.deviations,
+    }
+    for term, text in facts.items():
+        if text:
+            lines += [f"**{term}.** {cell(text)}", ""]
+    if (docs / "_static" / "generated" / f"weights-{name}.png").exists():
+        lines += [
+            f"```{{figure}} ../_static/generated/weights-{name}.png",
+            f":alt: The attention matrix of {name} beside that of softmax",
+            "",
+            "The attention matrix that the mechanism implies (`mech.weights`) on one sample "
+            "sequence, untrained, beside softmax on the same queries and keys; below, causal.",
+            "```",
+            "",
+        ]
+    lines += ["## Options", ""]
+    if info.options():
+        lines += ["| option | default | meaning |", "|---|---|---|"]
+        lines += [
+            f"| {code(option)} | {code('none' if default is None else default)} | {cell(meaning)} |"
+            for option, default, meaning in info.options()
+        ]
+    else:
+        lines.append("None.")
+    lines += ["", "## Capabilities", "", "With default options.", ""]
+    lines += ["| capability | value | why not |", "|---|---|---|"]
+    lines += [f"| {code(row)} | {cell(value)} | {cell(reason)} |" for row, value, reason in info.capabilities.rows()]
+    module = found.__module__
+    lines += [
+        "",
+        "## Reference",
+        "",
+        "```{eval-rst}",
+        f".. automodule:: {module}",
+        "   :no-members:",
+        "",
+        f".. autoclass:: {module}.{found.__name__}",
+        "   :exclude-members: Config, info, name, family, capabilities_for",
+        "",
+        f".. autoclass:: {module}.{found.Config.__name__}",
+        "   :exclude-members: mechanism, " + ", ".join(found.Config.option_names()),
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+# ---- benchmarks --------------------------------------------------------------------------
+
+
+def results(docs):
+    """Tables and pictures below benchmarks/results, one section a folder."""
+    root = docs.parent / "benchmarks" / "results"
+    folders = sorted(path for path in root.glob("*") if path.is_dir()) if root.exists() else []
+    lines = []
+    for folder in folders:
+        found = [*section(docs, folder)]
+        if found:
+            lines += [f"## {folder.name.replace('_', ' ').capitalize()}", "", *found]
+    if not lines:
+        lines = ["No results were present when these pages were built.", ""]
+    return "\n".join(lines)
+
+
+def section(docs, folder):
+    for text in sorted(folder.glob("*.md")):
+        body = text.read_text(encoding="utf-8").splitlines()
+        target = f"_static/generated/results/{folder.name}/"
+        for line in body:
+            line = line.replace("](./", "](")
+            if line.startswith("#"):  # this page has the first two levels
+                level = len(line) - len(line.lstrip("#"))
+                line = "#" * min(level + 2, 6) + line[level:]
+            for picture in pictures(folder):
+                line = line.replace(f"]({picture.name})", f"](../{target}{picture.name})")
+            yield line
+        yield ""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.md"))
+    out = docs / "_static" / "generated" / "results" / folder.name
+    for picture in pictures(folder):
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(picture, out / picture.name)
+        if picture.name not in text:
+            yield f"![{picture.stem.replace('_', ' ')}](../_static/generated/results/{folder.name}/{picture.name})"
+            yield ""
+    if not text:
+        for table in sorted(folder.glob("*.csv")):
+            yield from csv_table(table)
+
+
+def pictures(folder):
+    return sorted(path for path in folder.iterdir() if path.suffix in (".png", ".svg"))
+
+
+def csv_table(path, rows=60):
+    with path.open(encoding="utf-8", newline="") as file:
+        table = list(csv.reader(file))
+    if not table:
+        return
+    yield f"`{path.name}`"
+    yield ""
+    yield "| " + " | ".join(map(cell, table[0])) + " |"
+    yield "|" + "---|" * len(table[0])
+    for row in table[1 : rows + 1]:
+        yield "| " + " | ".join(map(cell, row)) + " |"
+    yield ""
+    if len(table) > rows + 1:
+        yield f"{len(table) - 1 - rows} more rows are in the file."
+        yield ""
+
+
+if __name__ == "__main__":
+    main(Path(__file__).resolve().parent)

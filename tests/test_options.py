@@ -1,0 +1,234 @@
+"""The option grammar and config objects."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import subquad as sq
+from subquad.options import (
+    Config,
+    Spec,
+    choice_problem,
+    format_spec,
+    integer_problem,
+    number_problem,
+    parse_spec,
+)
+
+# ---- grammar ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("softmax", "softmax", {}),
+        ("softmax()", "softmax", {}),
+        (
+            "  performer ( features = 256 , draw = iid , ) ",
+            "performer",
+            {"features": 256, "draw": "iid"},
+        ),
+        ("performer:features=256,draw=iid", "performer", {"features": 256, "draw": "iid"}),
+        ("p(a=1,b=-2,c=+3)", "p", {"a": 1, "b": -2, "c": 3}),
+        ("p(a=1.0,b=-.5,c=1e-3,d=2.)", "p", {"a": 1.0, "b": -0.5, "c": 1e-3, "d": 2.0}),
+        ("p(a=true,b=False,c=none,d=None)", "p", {"a": True, "b": False, "c": None, "d": None}),
+        ('p(a="true",b=\'two words\',c="")', "p", {"a": "true", "b": "two words", "c": ""}),
+        (
+            "p(a=[],b=[1, 2.5, iid],c=[[1],[]])",
+            "p",
+            {"a": (), "b": (1, 2.5, "iid"), "c": ((1,), ())},
+        ),
+        ("p(heavy-keys=3)", "p", {"heavy_keys": 3}),
+        (
+            "near_far(window=32, far=performer(features=128))",
+            "near_far",
+            {"window": 32, "far": Spec("performer", {"features": 128})},
+        ),
+        (
+            "near_far:far=performer(),near=softmax",
+            "near_far",
+            {"far": Spec("performer"), "near": "softmax"},
+        ),
+    ],
+)
+def test_what_a_spec_means(text, name, options):
+    spec = parse_spec(text)
+    assert spec == Spec(name, options)
+    for key, value in options.items():
+        assert type(spec.options[key]) is type(value)  # 1 is neither 1.0 nor True
+
+
+names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,7}", fullmatch=True)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+texts = texts.filter(lambda text: not ('"' in text and "'" in text))  # cannot be written
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**12), 10**12),
+    st.floats(allow_nan=False, allow_infinity=False),
+    names,
+    texts,
+)
+
+
+def specs(values):
+    return st.builds(Spec, names, st.dictionaries(names, values, max_size=4))
+
+
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=3).map(tuple), specs(inner)),
+    max_leaves=6,
+)
+
+
+def same(a, b):
+    if isinstance(a, Spec) and isinstance(b, Spec):
+        keys = list(a.options) == list(b.options)
+        return (
+            a.name == b.name and keys and all(same(a.options[k], b.options[k]) for k in a.options)
+        )
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and a == b
+
+
+@settings(max_examples=400, deadline=None)
+@given(specs(values))
+@example(Spec("p", {"a": "true"}))
+@example(Spec("p", {"a": "None"}))
+@example(Spec("p", {"a": "1e5"}))
+@example(Spec("p", {"a": 1e22}))
+@example(Spec("p", {"a": 5e-324}))
+@example(Spec("p", {"a": Spec("softmax")}))
+@example(Spec("p", {"a": (Spec("softmax"), "softmax")}))
+@example(Spec("p", {"a": "it's, (a=b) [x]"}))
+@example(Spec("p", {"a": 'say "x"'}))
+def test_writing_and_reading_give_the_same_spec(spec):
+    assert same(parse_spec(format_spec(spec)), spec)
+
+
+def test_text_that_cannot_be_written_is_refused():
+    with pytest.raises(sq.OptionError, match="both kinds of quotes"):
+        format_spec(Spec("p", {"a": 'it\'s "x"'}))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem", "position"),
+    [
+        ("", "expected a name", 0),
+        ("(a=1)", r"expected a name, found '\('", 0),
+        ("p(a=1", "expected", 5),
+        ("p(a=1))", r"expected the end, found '\)'|expected the end", 6),
+        ("p(a)", "expected '=', found '\\)'", 3),
+        ("p(a=)", "expected a value", 4),
+        ("p(a=1 b=2)", "expected ','", 6),
+        ("p(a=1, a=2)", "option 'a' is given twice", 7),
+        ("p(a=1; b=2)", "unexpected character", 5),
+        ('p(a="open)', "unexpected character", 4),
+        ("p(1=2)", "expected a name, found '1'", 2),
+        ("p(a=[1 2])", "expected ','", 7),
+        ("p(a=[1,", "expected", 7),
+        ("p:a", "expected '='", 3),
+        ("p:a=1,b=2)", "expected", 9),
+        ("p q", "expected the end", 2),
+        ("p(a=12ab)", "unexpected character", 4),
+    ],
+)
+def test_errors_show_where(text, problem, position):
+    with pytest.raises(sq.OptionError, match=problem) as caught:
+        parse_spec(text)
+    first, shown, pointer, hint = str(caught.value).split("\n")
+    assert first.endswith(f"at position {position}")
+    assert shown == f"    {text}" and pointer.index("^") == 4 + position
+    assert hint.startswith("expected: name, name(key=value, ...)")
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.text(st.sampled_from("pa_1.-=,:()[]\"' \n"), max_size=14))
+def test_any_text_is_read_or_refused_with_an_option_error(text):
+    try:
+        spec = parse_spec(text)
+    except sq.OptionError:
+        return
+    assert same(parse_spec(format_spec(spec)), spec)
+
+
+# ---- configs ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig(Config):
+    mechanism: ClassVar[str] = "sample"
+
+    features: int = 128
+    draw: str = "iid"
+    width: float = 1.0
+    far: object = None
+
+    def problems(self) -> Iterator[str]:
+        yield from integer_problem("features", self.features, 1)
+        yield from choice_problem("draw", self.draw, ("iid", "orthogonal"))
+        yield from number_problem("width", self.width, 0.0, 2.0, open_low=True)
+
+
+def test_a_config_writes_what_differs_and_reads_it_back():
+    assert str(SampleConfig()) == "sample"
+    config = SampleConfig(features=64, width=0.5, far=sq.SoftmaxConfig(dropout=0.1))
+    assert config.changed() == {"features": 64, "width": 0.5, "far": sq.SoftmaxConfig(dropout=0.1)}
+    assert str(config) == "sample(features=64, width=0.5, far=softmax(dropout=0.1))"
+    spec = parse_spec(str(config))
+    assert spec.options["far"] == Spec("softmax", {"dropout": 0.1})
+    plain = SampleConfig(features=64, draw="orthogonal")
+    assert SampleConfig.from_options(parse_spec(str(plain)).options) == plain
+
+
+def test_a_config_is_frozen_and_compares_by_value():
+    config = SampleConfig(features=64)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.features = 3
+    assert config == SampleConfig(features=64) != SampleConfig()
+    assert hash(config) == hash(SampleConfig(features=64))
+
+
+def test_all_wrong_values_are_reported_at_once():
+    with pytest.raises(sq.OptionError) as caught:
+        SampleConfig(features=0, draw="orthogonl", width=3)
+    assert str(caught.value) == (
+        "sample: features=0 must be an integer ≥ 1; "
+        "draw='orthogonl' is none of iid, orthogonal (did you mean 'orthogonal'?); "
+        "width=3 must be a number > 0 and ≤ 2"
+    )
+
+
+def test_unknown_options_are_reported_with_wrong_values_and_the_nearest_name():
+    with pytest.raises(sq.UnknownNameError) as caught:
+        SampleConfig.from_options({"featurs": 3, "zzz": 1, "width": -1.0})
+    assert str(caught.value) == (
+        "sample: unknown option 'featurs' (did you mean 'features'?); unknown option 'zzz'; "
+        "width=-1.0 must be a number > 0 and ≤ 2; options are: features, draw, width, far"
+    )
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "3", None, 0])
+def test_an_integer_is_an_integer(value):
+    assert list(integer_problem("n", value, 1)) == [f"n={value!r} must be an integer ≥ 1"]
+    assert list(integer_problem("n", 1, 1)) == []
+
+
+@pytest.mark.parametrize("value", [True, "1", None, float("nan"), -1, 2.5])
+def test_a_number_is_a_number_in_range(value):
+    assert list(number_problem("x", value, 0, 2)) == [f"x={value!r} must be a number ≥ 0 and ≤ 2"]
+    assert list(number_problem("x", 0, 0)) == list(number_problem("x", 2, 0, 2)) == []
+    assert list(number_problem("x", 0, 0, open_low=True)) == ["x=0 must be a number > 0"]
+
+
+def test_every_registered_config_survives_a_round_trip():
+    for name in sq.mechanisms():
+        config = sq.describe(name).config
+        assert str(config) == name
+        assert sq.describe(str(config)).config == config
