@@ -12,12 +12,12 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-import matplotlib.pyplot as plt  # noqa: E402  # after the choice of backend
-import torch  # noqa: E402
+import matplotlib.pyplot as plt  # after the choice of backend
+import torch
 
-import subquad as sq  # noqa: E402
-from subquad.features import chi_quantile, draw_projection, spectral  # noqa: E402
-from subquad.registry import MECHANISMS  # noqa: E402
+import subquad as sq
+from subquad.features import chi_quantile, draw_projection, spectral
+from subquad.registry import MECHANISMS
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#c2611f", "#3b7d4f", "#a8324a", "#777777"
 STYLE = {
@@ -87,7 +87,9 @@ def variance():
         curve = []
         for angle in angles.tolist():
             x, y = pairs(angle, length)
-            curve.append(formula(float((x + y).square().sum()), float((x - y).square().sum())) / features)
+            curve.append(
+                formula(float((x + y).square().sum()), float((x - y).square().sum())) / features
+            )
         axes.plot(angles / math.pi, curve, color=colour, label=name)
         for angle in torch.linspace(0.02, 0.98, 13).tolist():
             x, y = pairs(angle * math.pi, length)
@@ -95,7 +97,8 @@ def variance():
             axes.plot(angle, (ratio - 1).square().mean(), "o", color=colour, markersize=3.5)
     axes.set(
         xlabel="angle between x and y, in units of π", ylabel="relative variance",
-        yscale="log", ylim=(1e-5, 3), title=f"|x| = |y| = 1, D = 16, M = {features}: formulas (lines), 20,000 draws (dots)",
+        yscale="log", ylim=(1e-5, 3),
+        title=f"|x| = |y| = 1, D = 16, M = {features}: formulas (lines), 20,000 draws (dots)",
     )  # fmt: skip
     axes.legend(loc="lower center")
     return figure
@@ -130,7 +133,7 @@ def coupling():
 def bound_ratio(z, dim):
     """1 − (1 − 1/M)·2/(D+2)·(1 − e^{−z²/2})² / ((e^{z²} − 1)/M) with M = D."""
     if z == 0:
-        return 1 - (dim - 1) / (dim + 2) * 0.0
+        return 1.0
     gain = (1 - 1 / dim) * 2 / (dim + 2) * (1 - math.exp(-(z**2) / 2)) ** 2
     return 1 - gain / (math.expm1(z**2) / dim)
 
@@ -174,7 +177,9 @@ def quantiles():
     fixed = chi_quantile(rank, dim)
     random = draw_projection(features, dim, draw="iid", seed=3, dtype=torch.float64)[0].norm(dim=-1)
     figure, axes = plt.subplots(figsize=(6.4, 2.4))
-    axes.eventplot([fixed, random], colors=[GREEN, GREY], lineoffsets=[1, 2], linelengths=0.7, linewidths=1)
+    axes.eventplot(
+        [fixed, random], colors=[GREEN, GREY], lineoffsets=[1, 2], linelengths=0.7, linewidths=1
+    )
     axes.axvline(math.sqrt(dim), color=ORANGE, linewidth=1.5)
     axes.annotate("√D", (math.sqrt(dim), 2.55), color=ORANGE, ha="center", annotation_clip=False)
     axes.set(yticks=[1, 2], yticklabels=["quantile", "chi"], xlabel="|ω|", ylim=(0.5, 2.5))
@@ -187,9 +192,19 @@ def proposal():
     scales = torch.linspace(0.6, 14, 400, dtype=torch.float64)
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     for level, colour in ((0.5, BLUE), (2.0, GREEN), (6.0, ORANGE)):
-        curve = scales.log() - 0.5 * (2 * scales - 1).log() + 2 * level * scales / (2 * scales - 1) - level
+        curve = (
+            scales.log()
+            - 0.5 * (2 * scales - 1).log()
+            + 2 * level * scales / (2 * scales - 1)
+            - level
+        )
         best = (3 + 2 * level + math.sqrt((2 * level + 1) ** 2 + 8 * level)) / 4
-        at = math.log(best) - 0.5 * math.log(2 * best - 1) + 2 * level * best / (2 * best - 1) - level
+        at = (
+            math.log(best)
+            - 0.5 * math.log(2 * best - 1)
+            + 2 * level * best / (2 * best - 1)
+            - level
+        )
         axes.plot(scales, curve, color=colour, label=f"λ = {level:g}")
         axes.plot(best, at, "o", color=colour)
         axes.plot(1.0, level, "|", color=colour, markersize=12, markeredgewidth=2)
@@ -204,27 +219,28 @@ def proposal():
 
 def error_of_attention():
     """Relative error of the output against M, on short and on long queries and keys."""
-    dim, length, heads = 16, 1024, 1
+    dim, length = 16, 1024
     figure, both = plt.subplots(1, 2, figsize=(8, 3.6), sharey=True)
     counts = (16, 32, 64, 128, 256, 512)
-    lines = (("positive", "iid", GREY, ":"), ("positive", "orthogonal", BLUE, "-"), ("trig", "orthogonal", ORANGE, "-"))
-    for axes, title in zip(both, ("|q|, |k| such that |x| = |y| = 1", "q, k ~ N(0, I)"), strict=True):
-        q, k, v = torch.randn(3, 1, heads, length, dim)
-        if title.startswith("|"):
+    lines = (
+        ("positive", "iid", GREY, ":"),
+        ("positive", "orthogonal", BLUE, "-"),
+        ("trig", "orthogonal", ORANGE, "-"),
+    )
+    for axes, short in zip(both, (True, False), strict=True):
+        q, k, v = torch.randn(3, 1, 1, length, dim)
+        if short:
             q, k = (torch.nn.functional.normalize(t, dim=-1) * dim**0.25 for t in (q, k))
         exact = sq.attention(q, k, v)
         for estimator, draw, colour, style in lines:
-            curve = []
-            for features in counts:
-                errors = [
-                    float((sq.attention(q, k, v, "performer", features=features, estimator=estimator, draw=draw, seed=seed) - exact).norm() / exact.norm())
-                    for seed in range(8)
-                ]  # fmt: skip
-                curve.append(math.exp(sum(map(math.log, errors)) / len(errors)))
-            axes.plot(counts, curve, style, color=colour, marker="o", markersize=3, label=f"{estimator}, {draw}")
-        uniform = v.mean(2, keepdim=True)
-        axes.axhline(float((uniform - exact).norm() / exact.norm()), color=RED, linewidth=1.2, label="uniform attention")
-        axes.set(xscale="log", yscale="log", xlabel="features M", title=title, xticks=counts)
+            options = {"estimator": estimator, "draw": draw}
+            curve = [mean_error(q, k, v, exact, features=m, **options) for m in counts]
+            label = f"{estimator}, {draw}"
+            axes.plot(counts, curve, style, color=colour, marker="o", markersize=3, label=label)
+        level = float((v.mean(2, keepdim=True) - exact).norm() / exact.norm())
+        axes.axhline(level, color=RED, linewidth=1.2, label="uniform attention")
+        axes.set(xscale="log", yscale="log", xlabel="features M", xticks=counts)
+        axes.set_title("|x| = |y| = 1" if short else "q, k ~ N(0, I)")
         axes.set_xticklabels(counts)
         axes.minorticks_off()
     both[0].set_ylabel("relative error of the output")
@@ -233,12 +249,25 @@ def error_of_attention():
     return figure
 
 
+def mean_error(q, k, v, exact, seeds=8, **options):
+    """Geometric mean over seeds of the relative error."""
+    errors = []
+    for seed in range(seeds):
+        out = sq.attention(q, k, v, "performer", seed=seed, **options)
+        errors.append(float((out - exact).norm() / exact.norm()))
+    return math.exp(sum(map(math.log, errors)) / seeds)
+
+
 def gauge():
     """Centring and balancing: the same softmax from shorter vectors."""
     generator = torch.Generator().manual_seed(4)
     shear = torch.tensor([[1.5, 0.4], [0.0, 0.3]], dtype=torch.float64)
-    q = torch.randn(200, 2, generator=generator, dtype=torch.float64) @ shear + torch.tensor([2.0, 0.5])
-    k = torch.randn(200, 2, generator=generator, dtype=torch.float64) @ shear.inverse().T * 0.45 + torch.tensor([0.3, -1.8])
+    q = torch.randn(200, 2, generator=generator, dtype=torch.float64) @ shear + torch.tensor(
+        [2.0, 0.5]
+    )
+    k = torch.randn(
+        200, 2, generator=generator, dtype=torch.float64
+    ) @ shear.inverse().T * 0.45 + torch.tensor([0.3, -1.8])
     from subquad.features.gauges import make_gauge, moments
 
     stats = moments(q[None, None], k[None, None])
@@ -258,6 +287,7 @@ def gauge():
 
 def spectral_recipe():
     """The general recipe on a similarity that has no features of its own."""
+
     def similarity(x, y):
         return 1 / (1 + (x - y).square())
 
@@ -268,7 +298,11 @@ def spectral_recipe():
         q = torch.tensor([[at]])
         axes.plot(grid, similarity(q, grid), color=GREY, linewidth=3, alpha=0.5)
         axes.plot(grid, found.kernel(q, grid)[0], color=colour, linewidth=1.2, label=f"q = {at:g}")
-    axes.set(xlabel="k", ylabel="sim(q, k) = 1/(1 + (q − k)²)", title="M = 4096 features (lines) of a similarity (grey)")
+    axes.set(
+        xlabel="k",
+        ylabel="sim(q, k) = 1/(1 + (q − k)²)",
+        title="M = 4096 features (lines) of a similarity (grey)",
+    )
     axes.legend()
     return figure
 
@@ -299,7 +333,10 @@ def weights_of(name):
         rows = [False, True] if info.capabilities.causal else [False]
         alone = name == "softmax"
         figure, axes = plt.subplots(
-            len(rows), 1 if alone else 2, figsize=(3.3 if alone else 6.2, 3.1 * len(rows)), squeeze=False
+            len(rows),
+            1 if alone else 2,
+            figsize=(3.3 if alone else 6.2, 3.1 * len(rows)),
+            squeeze=False,
         )
         for line, causal in zip(axes, rows, strict=True):
             for axis, (title, one) in zip(line, (("softmax", exact), (name, mech)), strict=False):

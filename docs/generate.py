@@ -70,7 +70,12 @@ def overview():
     for name in names:
         info = sq.describe(name)
         have = info.capabilities
-        row = [f"[{name}]({name}.md)", info.family, cell(info.cost.formula), have.approximates or "–"]
+        row = [
+            f"[{name}]({name}.md)",
+            info.family,
+            cell(info.cost.formula),
+            have.approximates or "–",
+        ]
         for kind in KINDS:
             value = getattr(have, kind)
             row.append(("yes" if value is True else str(value)) if value else "–")
@@ -79,7 +84,8 @@ def overview():
         "",
         "What the columns mean: *padding* is a key mask; *cross*, queries and keys of different "
         "lengths; *merges*, partial sums over disjoint keys add (`sq.merge`); *state*, memory of "
-        "`prefill` and `step`. Several options change a row: `sq.describe(\"performer(gauge=centre)\")`.",
+        "`prefill` and `step`. Several options change a row: "
+        '`sq.describe("performer(gauge=centre)")`.',
         "",
         "```{toctree}",
         ":hidden:",
@@ -128,7 +134,10 @@ def page(docs, name):
         lines.append("None.")
     lines += ["", "## Capabilities", "", "With default options.", ""]
     lines += ["| capability | value | why not |", "|---|---|---|"]
-    lines += [f"| {code(row)} | {cell(value)} | {cell(reason)} |" for row, value, reason in info.capabilities.rows()]
+    lines += [
+        f"| {code(row)} | {cell(value)} | {cell(reason)} |"
+        for row, value, reason in info.capabilities.rows()
+    ]
     module = found.__module__
     lines += [
         "",
@@ -185,7 +194,8 @@ def section(docs, folder):
         out.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(picture, out / picture.name)
         if picture.name not in text:
-            yield f"![{picture.stem.replace('_', ' ')}](../_static/generated/results/{folder.name}/{picture.name})"
+            label = picture.stem.replace("_", " ")
+            yield f"![{label}](../_static/generated/results/{folder.name}/{picture.name})"
             yield ""
     if not text:
         for table in sorted(folder.glob("*.csv")):

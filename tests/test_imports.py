@@ -43,7 +43,7 @@ def module_name(path):
 
 def part_of(module):
     """The layer's part that a module belongs to: "" for subquad itself."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 class Imports(ast.NodeVisitor):
@@ -129,7 +129,9 @@ def test_packages_of_an_extra_are_imported_where_they_are_used(path):
         if top in known or top in allowed or (inside and own in WITH_EXTRAS):
             continue
         wrong.append(f"line {line}: {module}" + (" inside a function" if inside else ""))
-    assert not wrong, f"the core imports torch alone; {own or 'subquad'} imports\n" + "\n".join(wrong)
+    assert not wrong, f"the core imports torch alone; {own or 'subquad'} imports\n" + "\n".join(
+        wrong
+    )
 
 
 def test_the_registry_names_mechanisms_without_importing_them():

@@ -170,8 +170,8 @@ def test_commands_exist(command):
     assert done.returncode == 0, done.stdout + done.stderr
     if not quick:
         for word in words[2:]:
-            if word.startswith("--"):
-                assert word.partition("=")[0] in done.stdout, f"{command}: no option {word}"
+            if word.startswith("-"):
+                assert f" {word.partition('=')[0]} " in done.stdout, f"{command}: no option {word}"
 
 
 # ---- the table for people who come from performer-pytorch --------------------------------
@@ -179,7 +179,9 @@ def test_commands_exist(command):
 
 def new_calls():
     """The code spans of the table's second column."""
-    rows = [line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    rows = [
+        line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("|")
+    ]
     start = next(i for i, row in enumerate(rows) if "performer-pytorch" in row)
     found = []
     for row in rows[start + 2 :]:

@@ -176,7 +176,7 @@ def test_the_causal_hint_with_other_lengths(queries, keys):
     wanted = theirs(q, k, k, attn_mask=start, is_causal=True, need_weights=False)[0]
     close(ours(q, k, k, attn_mask=start, is_causal=True)[0], wanted, FORWARD, "start")
     # … and the hint alone is aligned to the end; with appended keys for the rows before it
-    _, ours = pair(add_zero_attn=True)
+    _, ours = pair(add_bias_kv=True)
     end = ~torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     wanted = ours(q, k, k, attn_mask=end)[0]
     close(ours(q, k, k, is_causal=True)[0], wanted, FORWARD, "end")
@@ -242,6 +242,36 @@ def test_fully_masked_rows_give_zeros():
     assert (weights[1] == 0).all()
     close(out[:, 0], theirs(*tensors, key_padding_mask=ignored)[0][:, 0], FORWARD, "other row")
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), tensors))
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+def test_what_ignored_keys_contain_never_matters(garbage, need_weights):
+    _, ours = pair(dropout=0.4, kdim=KDIM, vdim=VDIM, add_zero_attn=True)
+    ignored = coin(N, S)
+    results = []
+    for content in (0.0, garbage):
+        q, k, v = (x.detach() for x in inputs("batch_second", KDIM, VDIM))
+        k, v = (x.masked_fill(ignored.T[..., None], content) for x in (k, v))
+        torch.manual_seed(3)
+        out, _ = ours(q, k, v, key_padding_mask=ignored, need_weights=need_weights)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(ours.parameters()))])
+    for clean, dirty in zip(*results, strict=True):
+        assert torch.equal(clean, dirty) and clean.isfinite().all()
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_padding_leaves_the_other_rows_of_self_attention_alone(need_weights):
+    _, ours = pair(dropout=0.4)
+    x = inputs("batch_second", self_attention=True)[0].detach()
+    padding = torch.arange(L) >= torch.tensor([[L], [4]])
+    dirty = x.masked_fill(padding.T[..., None], math.nan)
+    clean, got = (
+        masked(ours, content, key_padding_mask=padding, need_weights=need_weights)
+        for content in (x, dirty)
+        if torch.manual_seed(3)
+    )
+    assert torch.equal(got[:4], clean[:4]) and torch.equal(got[:, 0], clean[:, 0])
 
 
 # ---- mechanisms without explicit masks --------------------------------------------------

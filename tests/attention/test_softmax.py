@@ -160,9 +160,20 @@ def test_half_precision_stays_finite_with_large_logits():
 @pytest.mark.parametrize("scale", [0.0, -0.7, 1e-4, 3.0])
 def test_any_scale(scale):
     # a column in q and k stands for the key mask: large beside any logit, whatever the scale
-    mask = sq.Mask(causal=True, key=torch.arange(7) != 2)
-    for lengths in ((7, 7), (11, 7)):
-        compare(build(), draw(lengths, grad=True), mask, scale=scale)
+    key = torch.arange(7) != 2
+    for mask in (sq.Mask(causal=True, key=key), sq.Mask(causal=True), sq.Mask(key=key), sq.Mask()):
+        for lengths in ((7, 7), (11, 7)):
+            compare(build(), draw(lengths, grad=True), mask, scale=scale)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "window"])
+def test_a_negative_scale_with_large_logits(name):
+    # logits 300 times as large, and so is their error; exp overflows unless the row's maximum
+    # is that of the scaled logits
+    q, k, v = draw((7, 7))
+    mask = masks(7, 7)[name]
+    out = build()(300 * q, k, v, mask=mask, scale=-0.7)
+    close(out, reference(300 * q, k, v, mask, scale=-0.7), bound=300 * BOUND)
 
 
 def test_leading_dimensions_and_non_contiguous_inputs():
@@ -288,6 +299,7 @@ def test_dropout_is_that_of_scaled_dot_product_attention():
     close(out, wanted)
     assert not torch.allclose(out, build()(q, k, v, key_mask=key))
     assert torch.equal(mech.eval()(q, k, v, key_mask=key), build()(q, k, v, key_mask=key))
+    assert build().capabilities.deterministic and not mech.capabilities.deterministic
 
 
 def test_dropout_with_chunks_has_the_gradient_of_what_was_drawn(monkeypatch):

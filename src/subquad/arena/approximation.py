@@ -183,9 +183,7 @@ def _captured(model: Any, ids: Tensor, layers: Sequence[int]) -> Inputs:
         attention = model.encoder.layer[layer].attention.self
         for name, store in parts.items():
 
-            def keep(
-                module: Any, args: Any, out: Tensor, store: list[Tensor] = store
-            ) -> None:
+            def keep(module: Any, args: Any, out: Tensor, store: list[Tensor] = store) -> None:
                 store.append(out.unflatten(-1, (heads, -1)).transpose(1, 2))
 
             hooks.append(getattr(attention, name).register_forward_hook(keep))
@@ -444,9 +442,8 @@ def _bias_table(inputs: Inputs, result: dict[str, Any], rows: int) -> list[dict[
             elif norms == "quantile":
                 rank = torch.arange(1, m + 1, dtype=torch.float64) / (m + 1)
                 expected = expected_bias(q[chosen], k, chi_quantile(rank, dim))
-            table.append(
-                {"input": result["input"], "norms": norms, "features": m, **row["bias"], "expected": expected}
-            )
+            case = {"input": result["input"], "norms": norms, "features": m}
+            table.append({**case, **row["bias"], "expected": expected})
     return table
 
 
@@ -562,9 +559,7 @@ def _number(value: float) -> str:
 
 
 def _find(panel: dict[str, Any], label: str, m: int) -> dict[str, Any]:
-    return next(
-        row for row in panel["settings"] if (row["setting"], row["features"]) == (label, m)
-    )
+    return next(row for row in panel["settings"] if (row["setting"], row["features"]) == (label, m))
 
 
 def _findings(panel: dict[str, Any]) -> list[str]:
@@ -596,7 +591,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for panel in result["panels"]:
         features = panel["features"]
-        batch, heads, length, dim = panel["shape"]
+        _, heads, length, dim = panel["shape"]
         level = panel["uniform"]
         per = f", layers {panel['layers']} × {heads} heads" if "layers" in panel else ""
         lines += [
@@ -605,8 +600,8 @@ def table(result: dict[str, Any]) -> str:
             "",
             f"L={length}, D={dim}{per}; seeds {panel['seeds'][0]}–{panel['seeds'][-1]}. "
             f"Uniform attention: output {_number(level['output']['median'])} "
-            f"({_number(level['output']['q1'])}–{_number(level['output']['q3'])}), attention matrix "
-            f"{_number(level['attention']['median'])}. **Bold** beats it.",
+            f"({_number(level['output']['q1'])}–{_number(level['output']['q3'])}), "
+            f"attention matrix {_number(level['attention']['median'])}. **Bold** beats it.",
             "",
             *_findings(panel),
             "",
@@ -630,9 +625,7 @@ def table(result: dict[str, Any]) -> str:
             "",
             "Attention and kernel matrix:",
             "",
-            "| setting | "
-            + " | ".join(f"attention M={m} | kernel M={m}" for m in shown)
-            + " |",
+            "| setting | " + " | ".join(f"attention M={m} | kernel M={m}" for m in shown) + " |",
             "|---|" + "---:|---:|" * len(shown),
         ]
         for label in labels:
@@ -707,6 +700,22 @@ _PANELS: tuple[tuple[str, str, tuple[tuple[str, str, str, str], ...]], ...] = (
 """Rows of the picture: what varies, which error, and the lines (setting, name, colour, dash)."""
 
 
+def _limits(curves: Sequence[Sequence[float]], level: float) -> tuple[float, float]:
+    """Limits of y: whatever runs at over three times the rest leaves the panel at the top."""
+    tops = sorted(max(curve) for curve in curves)
+    top = max(tops[0], level)
+    for value in tops:
+        if value > 3.0 * top:
+            break
+        top = max(top, value)
+    return min(level, *(min(curve) for curve in curves)) / 1.15, top * 1.15
+
+
+_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_BETWEEN = (0.03, 0.07, 0.15, 0.3, 0.4, 0.7, 1.5, 3, 4, 7)
+"""Ticks of every panel, and those of one with a narrow range besides."""
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Error against M: a column an input, a row a question; bands are quartiles over seeds.
 
@@ -714,7 +723,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         ImportError: matplotlib is not installed.
     """
     panels = result["panels"]
-    page, axes = figure(4.4 * len(panels), 11.5, len(_PANELS), len(panels), sharex=True)
+    page, axes = figure(3.6 * len(panels), 11.0, len(_PANELS), len(panels), sharex=True)
     pending = []
     for i, (title, part, lines) in enumerate(_PANELS):
         for j, panel in enumerate(panels):
@@ -722,41 +731,41 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             features = panel["features"]
-            lowest, highest = math.inf, 0.0
+            curves = []
             for setting, name, colour, dash in lines:
                 errors = [_find(panel, setting, m)[part] for m in features]
                 y = [e["median"] for e in errors]
                 axis.plot(features, y, dash, color=COLOURS[colour], linewidth=1.9)
-                low, high = [e["q1"] for e in errors], [e["q3"] for e in errors]
-                axis.fill_between(features, low, high, color=COLOURS[colour], alpha=0.13, linewidth=0)
+                band = [e["q1"] for e in errors], [e["q3"] for e in errors]
+                axis.fill_between(features, *band, color=COLOURS[colour], alpha=0.13, linewidth=0)
                 ends.append((features[-1], y[-1], name, COLOURS[colour]))
-                lowest, highest = min(lowest, *y), max(highest, *y)
+                curves.append(y)
             level = panel["uniform"][part]["median"]
             axis.axhline(level, color="black", linewidth=1.3, dashes=(5, 2))
             ends.append((features[-1], level, "uniform", "black"))
-            axis.set_ylim(min(lowest, level) / 1.25, min(max(highest, level), 20.0) * 1.25)
+            bottom, top = _limits(curves, level)
+            axis.set_ylim(bottom, top)
             axis.set_xlim(features[0] * 0.9, features[-1] * 1.05)
             shown = [m for m in features if m in (16, 64, 256, 1024)]
             axis.set_xticks(shown, [str(m) for m in shown])
-            axis.minorticks_off()
-            ticks = [t for t in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)]
-            bottom, top = axis.get_ylim()
-            ticks = [t for t in ticks if bottom <= t <= top]
-            axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
+            wide = top / bottom > 6
+            marks = sorted(_TICKS if wide else _TICKS + _BETWEEN)
+            marks = [t for t in marks if bottom <= t <= top]
+            axis.set_yticks(marks, [f"{t:g}" for t in marks])
             axis.minorticks_off()
             if i == 0:
                 dim, length = panel["shape"][3], panel["shape"][2]
                 axis.set_title(
-                    f"{TITLES[panel['input']]}\nL={length}, D={dim}", fontsize=11, loc="left"
+                    f"{TITLES[panel['input']]}\nL={length}, D={dim}", fontsize=10.5, loc="left"
                 )
             if j == 0:
-                axis.set_ylabel(f"{title}\nrelative error of the {part}", fontsize=10)
+                what = "attention matrix" if part == "attention" else part
+                axis.set_ylabel(f"{title}\nrelative error of the {what}", fontsize=10)
             if i == len(_PANELS) - 1:
                 axis.set_xlabel("M, features")
             pending.append((axis, ends))
     page.suptitle(
-        "Random features against softmax: median over seeds, bands are quartiles, "
-        "dashed black is uniform attention",
+        "Random features against softmax: medians over seeds, bands are quartiles",
         fontsize=12,
         x=0.01,
         ha="left",
@@ -766,12 +775,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
         f"{machine_line(result['machine'])}; seeds: {counts}",
         fontsize=8, color=COLOURS["grey"], x=0.01, ha="left",
     )  # fmt: skip
-    layout = page.get_layout_engine()
-    layout.set(wspace=0.26, rect=(0, 0, 0.93, 1))
+    page.get_layout_engine().set(wspace=0.34, rect=(0, 0, 0.9, 1))
     page.draw_without_rendering()
     page.set_layout_engine("none")
     for axis, ends in pending:
-        bottom, top = axis.get_ylim()
-        ends = [(x, min(max(y, bottom), top), text, colour) for x, y, text, colour in ends]
-        label_ends(axis, ends)
+        top = axis.get_ylim()[1]
+        label_ends(
+            axis,
+            [
+                (x, y, text, colour) if y <= top else (x, top, f"{text} ↑ {y:.2g}", colour)
+                for x, y, text, colour in ends
+            ],
+        )
     page.savefig(path)

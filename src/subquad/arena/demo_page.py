@@ -410,7 +410,8 @@ p { max-width:72ch; margin:.5rem 0; }
 figure { margin:0; border:1px solid var(--line); border-radius:12px; padding:12px; }
 figure img { display:block; width:100%; height:auto; }
 .box { overflow-x:auto; border:1px solid var(--line); border-radius:12px; }
-table { border-collapse:separate; border-spacing:0; width:100%; font-size:.9rem; font-variant-numeric:tabular-nums; }
+table { border-collapse:separate; border-spacing:0; width:100%; font-size:.9rem;
+  font-variant-numeric:tabular-nums; }
 th, td { padding:9px 12px; text-align:right; white-space:nowrap; border-top:1px solid var(--line); }
 thead th { border-top:0; color:var(--soft); font-weight:600; font-size:.82rem;
   background:var(--card); }
@@ -503,8 +504,8 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
 <main>
 <h1>A real model’s attention, swapped</h1>
 <p>The sentence encoder {html.escape(result["model"])} was trained with softmax attention, whose
-cost grows with the square of the length. Here its attention is replaced by mechanisms whose cost grows
-linearly, in one line, with no training. What that costs, and what it saves:</p>
+cost grows with the square of the length. Here its attention is replaced by mechanisms whose cost
+grows linearly, in one line, with no training. What that costs, and what it saves:</p>
 <div class="tiles">{tiles}</div>
 <div class="pictures">{charts}</div>
 <h2>The swapped model</h2>

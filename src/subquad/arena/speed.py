@@ -31,6 +31,7 @@ import dataclasses
 import gc
 import importlib
 import io
+import itertools
 import json as json_module
 import math
 import os
@@ -64,6 +65,7 @@ __all__ = [
     "check",
     "contenders",
     "machine",
+    "measure",
     "measure_times",
     "peak_memory",
     "run",
@@ -162,9 +164,7 @@ def _naive_gaussian(mechanism: Any) -> Call:
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         anchors = mechanism.anchors.double()[:, None]
         precision = 0.5 * mechanism.config.sigma**-2
-        log_q, log_k = (
-            -(t.unsqueeze(-2) - anchors).square().sum(-1) * precision for t in (q, k)
-        )
+        log_q, log_k = (-(t.unsqueeze(-2) - anchors).square().sum(-1) * precision for t in (q, k))
         return _naive_features(log_q, log_k, v, causal)
 
     return call
@@ -213,13 +213,18 @@ its formula is checked by the laws in the tests."""
 
 
 def contenders(
-    sizes: Sizes, names: Iterable[str] | None = None, max_length: int = 2**16
+    sizes: Sizes,
+    names: Iterable[str] | None = None,
+    *,
+    peer: bool = True,
+    max_length: int = 2**16,
 ) -> tuple[list[Contender], list[str]]:
     """Rivals and every registered mechanism that runs without data; and who is left out, why.
 
     Args:
         sizes: the head layout.
         names: registered names; all by default.
+        peer: whether performer-pytorch takes part, where it is installed.
         max_length: for mechanisms that need to know it.
     """
     found = [
@@ -235,11 +240,11 @@ def contenders(
         )
     ]
     left_out: list[str] = []
-    peer = _peer(sizes)
-    if isinstance(peer, str):
-        left_out.append(peer)
-    else:
-        found.append(peer)
+    other = _peer(sizes) if peer else None
+    if isinstance(other, str):
+        left_out.append(other)
+    elif other is not None:
+        found.append(other)
     for name in registry.MECHANISMS if names is None else names:
         try:
             found.append(_registered(name, sizes, max_length))
@@ -364,6 +369,14 @@ class Check:
         """Whether both errors are within the bound (NaN is not)."""
         return not self.problem and self.forward <= self.bound and self.gradient <= self.bound
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, which has no NaN."""
+        errors = {
+            part: value if math.isfinite(value) else None
+            for part, value in (("forward", self.forward), ("gradient", self.gradient))
+        }
+        return {**dataclasses.asdict(self), **errors, "ok": self.ok}
+
 
 def _relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b).norm() / b.norm())
@@ -398,6 +411,15 @@ def check(contender: Contender, sizes: Sizes, causal: bool) -> Check:
 # ---- time ----------------------------------------------------------------------------------
 
 
+def _leaves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same values as fresh leaves that want gradients."""
+    return (
+        q.detach().requires_grad_(),
+        k.detach().requires_grad_(),
+        v.detach().requires_grad_(),
+    )
+
+
 def _function(contender: Contender, inputs: list[Tensor], causal: bool, training: bool) -> Any:
     q, k, v, grad = inputs
 
@@ -406,7 +428,7 @@ def _function(contender: Contender, inputs: list[Tensor], causal: bool, training
             contender.call(q, k, v, causal)
 
     def step() -> None:
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        leaves = _leaves(q, k, v)
         torch.autograd.grad(contender.call(*leaves, causal), leaves, grad)
 
     return step if training else forward
@@ -426,6 +448,13 @@ def _interleave(
             function()
             times[key].append(time.perf_counter() - start)
     return times
+
+
+def _ratio(theirs: Sequence[float] | None, ours: Sequence[float] | None) -> float | None:
+    """Median over rounds of theirs / ours: the two calls of a round follow each other."""
+    if not theirs or not ours:
+        return None
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
 def gemm_peak(seconds: float = 0.5) -> float:
@@ -482,15 +511,15 @@ def measure_times(
                     reason = _too_long(contender, causal, training, length, times)
                     if reason:
                         gone.add(kind)
-                        step = "training step" if training else "forward"
                         left_out.append(
-                            f"{contender.name}, {_mask(causal)} {step}, from {length} tokens: {reason}"
+                            f"{contender.name}, {_mask(causal)} {_step(training)}, "
+                            f"from {length} tokens: {reason}"
                         )
                         continue
                     cell[key] = _function(contender, inputs, causal, training)
                 if not cell:
                     continue
-                say(f"{length} tokens, {_mask(causal)}, {'training step' if training else 'forward'}")
+                say(f"{length} tokens, {_mask(causal)}, {_step(training)}")
                 small = sizes.inputs(128)
                 for key in cell:  # first calls set things up
                     contender = next(c for c in found if c.name == key[0])
@@ -574,12 +603,13 @@ def _child() -> None:
     name, causal, length = job.pop("name"), job.pop("causal"), job.pop("length")
     sizes = Sizes(**job)
     names = [name] if name in registry.MECHANISMS else []
-    contender = next(c for c in contenders(sizes, names)[0] if c.name == name)
+    found, _ = contenders(sizes, names, peer=name == PEER)
+    contender = next(c for c in found if c.name == name)
     _function(contender, sizes.inputs(1024), causal, True)()
     q, k, v, grad = sizes.inputs(length)
 
     def step() -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        leaves = _leaves(q, k, v)
         out = contender.call(*leaves, causal)
         return out, *torch.autograd.grad(out, leaves, grad)
 
@@ -594,30 +624,38 @@ def _child() -> None:
 class Floor:
     """A promise of the Performer's: a least speed-up over `rival`, or a greatest memory."""
 
-    text: str
     causal: bool
     training: bool
     length: int
     value: float
     rival: str | None
 
-    def keys(self) -> list[Key]:
-        """The cells that decide."""
+    @property
+    def text(self) -> str:
+        """The promise in words."""
+        where = f"{_mask(self.causal)} {_step(self.training)}, {self.length // 1024}k"
+        if self.rival is None:
+            return f"{where}: at most {self.value:g} × |q| beyond inputs"
+        return f"{where}: at least {self.value:g}× faster than {self.rival}"
+
+    @property
+    def cells(self) -> list[Key]:
+        """The cells that decide: ours, the rival's."""
         if self.rival is None:
             return []
         return [(n, self.causal, self.training, self.length) for n in ("performer", self.rival)]
 
 
 FLOORS = (
-    Floor("bidirectional forward, 4k: at least 10× faster than SDPA", False, False, 4096, 10.0, SDPA),
-    Floor(f"bidirectional forward, 4k: at least 2× faster than {PEER}", False, False, 4096, 2.0, PEER),
-    Floor(f"bidirectional forward, 16k: at least 3.5× faster than {PEER}", False, False, 16384, 3.5, PEER),
-    Floor(f"bidirectional training step, 16k: at least 3.5× faster than {PEER}", False, True, 16384, 3.5, PEER),
-    Floor("causal forward, 4k: at least 3.5× faster than SDPA", True, False, 4096, 3.5, SDPA),
-    Floor(f"causal forward, 2k: at least 15× faster than {PEER}'s fallback", True, False, 2048, 15.0, PEER),
-    Floor("bidirectional training step, 64k: at most 4.5 × |q| beyond inputs", False, True, 65536, 4.5, None),
-    Floor("causal training step, 64k: at most 5.5 × |q| beyond inputs", True, True, 65536, 5.5, None),
-)  # fmt: skip
+    Floor(False, False, 4096, 10.0, SDPA),
+    Floor(False, False, 4096, 2.0, PEER),
+    Floor(False, False, 16384, 3.5, PEER),
+    Floor(False, True, 16384, 3.5, PEER),
+    Floor(True, False, 4096, 3.5, SDPA),
+    Floor(True, False, 2048, 15.0, PEER),  # its causal form without a CUDA kernel
+    Floor(False, True, 65536, 4.5, None),
+    Floor(True, True, 65536, 5.5, None),
+)
 """What the project promises of `performer` with M=128 on one thread."""
 
 
@@ -635,9 +673,8 @@ def _floors(
                     measured = row["units"]
             ok = None if measured is None else measured <= floor.value
         else:
-            ours, theirs = (times.get(key) for key in floor.keys())
-            if ours and theirs:
-                measured = statistics.median(theirs) / statistics.median(ours)
+            ours, theirs = (times.get(cell) for cell in floor.cells)
+            measured = _ratio(theirs, ours)
             ok = None if measured is None else measured >= floor.value
         rows.append({"floor": floor.text, "wanted": floor.value, "measured": measured, "ok": ok})
     return rows
@@ -664,9 +701,10 @@ def run(out: Path, quick: bool, json: bool, echo: Callable[[str], None]) -> dict
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        result = _measure(Sizes(), quick, say)
+        result = measure(Sizes(), say=say, **_plan(quick))
     finally:
         torch.set_num_threads(threads)
+    result["quick"] = quick
     text = table(result)
     (out / "speed.json").write_text(json_module.dumps(result, indent=1) + "\n", encoding="utf-8")
     (out / "speed.md").write_text(text, encoding="utf-8")
@@ -678,81 +716,105 @@ def run(out: Path, quick: bool, json: bool, echo: Callable[[str], None]) -> dict
     return result
 
 
-def _measure(sizes: Sizes, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
+def _plan(quick: bool) -> dict[str, Any]:
+    """Arguments of `measure` beyond the sizes."""
+    if not quick:
+        return {"lengths": tuple(2**n for n in range(8, 16)), "timing": {"rounds": 9}}
+    deciding = {cell for floor in FLOORS for cell in floor.cells}
+
+    def wanted(key: Key) -> bool:
+        return key in deciding or (key[3] == 512 and key[0] not in ("additive", PEER))
+
+    return {
+        "lengths": (512, 2048, 4096, 16384),
+        "timing": {"rounds": 3, "least": 2, "budget": 1.0, "wanted": wanted},
+        "memory_of": ("performer",),
+        "left_out": ("quick run: everything but the floors and 512 tokens",),
+    }
+
+
+def measure(
+    sizes: Sizes,
+    lengths: Sequence[int],
+    *,
+    names: Iterable[str] | None = None,
+    timing: dict[str, Any] | None = None,
+    memory_length: int = 2**16,
+    memory_of: Sequence[str] | None = None,
+    left_out: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Checks, times and memory of all contenders, JSON-able.
+
+    Args:
+        sizes: the head layout.
+        lengths: ascending.
+        names: registered mechanisms; all by default.
+        timing: further arguments of `measure_times`.
+        memory_length: tokens of the training step whose memory is measured.
+        memory_of: contenders whose memory is measured; all by default.
+        left_out: lines for the list of what was left out.
+        say: progress.
+    """
     started = time.perf_counter()
-    found, left_out = contenders(sizes)
+    found, skipped = contenders(sizes, names)
+    notes = [*left_out, *skipped]
     peak = gemm_peak()
     checks = []
     for contender in found:
         for causal in (False, True):
             if causal and contender.causal:
-                left_out.append(f"{contender.name}, causal: {contender.causal}")
+                notes.append(f"{contender.name}, causal: {contender.causal}")
                 continue
             say(f"checking {contender.name}, {_mask(causal)}")
             checks.append(check(contender, sizes, causal))
-    deciding = {key for floor in FLOORS for key in floor.keys()}
-    if quick:
-        short = (512, 1024)
-        lengths: tuple[int, ...] = (*short, 2048, 4096, 16384)
-        options: dict[str, Any] = {
-            "rounds": 3,
-            "least": 2,
-            "budget": 1.0,
-            "wanted": lambda key: key in deciding or (key[3] in short and key[0] != "additive"),
-        }
-    else:
-        lengths = tuple(2**n for n in range(8, 16))
-        options = {"rounds": 9}
-    times, skipped = measure_times(found, sizes, lengths, checks, say=say, **options)
-    left_out += skipped
-    memory = _memory(found, sizes, checks, times, quick, say, left_out)
+    times, skipped = measure_times(found, sizes, lengths, checks, say=say, **(timing or {}))
+    notes += skipped
+    memory = []
+    for contender in found:
+        if memory_of is not None and contender.name not in memory_of:
+            continue
+        for causal in (False, True):
+            if not any(c.ok for c in checks if (c.name, c.causal) == (contender.name, causal)):
+                continue
+            kind = f"memory of {contender.name}, {_mask(causal)}, {memory_length} tokens"
+            reason = _too_heavy(contender, causal, memory_length, times)
+            if reason:
+                notes.append(f"{kind}: {reason}")
+                continue
+            say(kind)
+            units = peak_memory(contender.name, causal, memory_length, sizes)
+            where = {"name": contender.name, "causal": causal, "length": memory_length}
+            memory.append({**where, "units": units})
     peak = max(peak, gemm_peak())
     return {
         "benchmark": "speed",
         "machine": machine(threads=1),
-        "quick": quick,
         "settings": {"batch": 1, **dataclasses.asdict(sizes), "dtype": "float32", "seed": 0},
         "gemm_gflops": peak / 1e9,
         "floors": _floors(times, memory),
-        "checks": [{**dataclasses.asdict(c), "ok": c.ok} for c in checks],
+        "checks": [c.to_dict() for c in checks],
         "times": _rows(times, found, peak),
         "crossover": _crossovers(times),
         "memory": memory,
-        "left_out": left_out,
+        "left_out": notes,
         "seconds": time.perf_counter() - started,
     }
 
 
-def _memory(
-    found: Sequence[Contender], sizes: Sizes, checks: Sequence[Check],
-    times: dict[Key, list[float]], quick: bool, say: Callable[[str], None], left_out: list[str],
-) -> list[dict[str, Any]]:  # fmt: skip
-    length = 2**16
-    rows: list[dict[str, Any]] = []
-    for contender in found:
-        for causal in (False, True):
-            if not any(c.ok for c in checks if (c.name, c.causal) == (contender.name, causal)):
-                continue
-            if quick and contender.name != "performer":
-                continue
-            kind = f"memory of {contender.name}, {_mask(causal)}, {length} tokens"
-            longest = contender.longest.get((causal, True))
-            known = [k for k in times if k[:3] in ((contender.name, causal, True),)]
-            last = max(known, key=lambda k: k[3], default=None)
-            expected = 0.0
-            if last is not None:
-                growth = (length / last[3]) ** (2 if contender.quadratic else 1)
-                expected = statistics.median(times[last]) * growth
-            if longest and length > longest[0]:
-                left_out.append(f"{kind}: {longest[1]}")
-            elif expected > contender.memory_limit:
-                left_out.append(f"{kind}: a step would take about {expected:.0f} s")
-            else:
-                say(kind)
-                units = peak_memory(contender.name, causal, length, sizes)
-                row = {"name": contender.name, "causal": causal, "length": length, "units": units}
-                rows.append(row)
-    return rows
+def _too_heavy(
+    contender: Contender, causal: bool, length: int, times: dict[Key, list[float]]
+) -> str:
+    longest = contender.longest.get((causal, True))
+    if longest and length > longest[0]:
+        return longest[1]
+    kind = (contender.name, causal, True)
+    last = max((key for key in times if key[:3] == kind), key=lambda key: key[3], default=None)
+    if last is None:
+        return ""
+    growth = (length / last[3]) ** (2 if contender.quadratic else 1)
+    expected = statistics.median(times[last]) * growth
+    return f"a step would take about {expected:.0f} s" if expected > contender.memory_limit else ""
 
 
 def _rows(
@@ -769,8 +831,7 @@ def _rows(
             "rounds": len(seconds),
         }  # fmt: skip
         for rival, label in ((SDPA, "times_faster_than_sdpa"), (PEER, "times_faster_than_peer")):
-            other = times.get((rival, causal, training, length))
-            row[label] = statistics.median(other) / median if other else None
+            row[label] = _ratio(times.get((rival, causal, training, length)), seconds)
         count = flops[name]
         if count is not None:
             work = count(length) * (0.5 if causal and quadratic[name] else 1.0)
@@ -790,13 +851,14 @@ def _crossovers(times: dict[Key, list[float]]) -> list[dict[str, Any]]:
             ours = times.get((name, causal, training, length))
             theirs = times.get((SDPA, causal, training, length))
             if ours and theirs:
-                gap = math.log(statistics.median(ours) / statistics.median(theirs))
-                gaps.append((math.log(length), gap))
+                ratio = _ratio(ours, theirs)
+                assert ratio is not None
+                gaps.append((math.log(length), math.log(ratio)))
         at: float | None = None
         note = "not reached"
         if gaps and gaps[-1][1] < 0:
             at, note = math.exp(gaps[0][0]), "at the shortest length already"
-            for (x0, y0), (x1, y1) in zip(gaps, gaps[1:], strict=False):
+            for (x0, y0), (x1, y1) in itertools.pairwise(gaps):
                 if y0 >= 0 > y1:
                     at, note = math.exp(x0 + (x1 - x0) * y0 / (y0 - y1)), ""
         rows.append(
@@ -841,6 +903,10 @@ def _mask(causal: bool) -> str:
     return "causal" if causal else "bidirectional"
 
 
+def _step(training: bool) -> str:
+    return "training step" if training else "forward"
+
+
 def _cell(value: float | None, form: str = "{:.1f}×") -> str:
     return "–" if value is None else form.format(value)
 
@@ -852,9 +918,9 @@ def table(result: dict[str, Any]) -> str:
         "# Speed and memory of attention",
         "",
         f"{machine_line(result['machine'])}. B=1, H={s['heads']}, D={s['head_dim']}, "
-        f"M={s['features']}, {s['dtype']}; interleaved medians; "
+        f"M={s['features']}, {s['dtype']}; medians of interleaved calls, ratios call by call; "
         f"GEMM peak {result['gemm_gflops']:.0f} GFLOP/s"
-        + (" (quick run: few rounds)." if result["quick"] else "."),
+        + (" (quick run: few rounds)." if result.get("quick") else "."),
         "",
         "## Floors",
         "",
@@ -877,16 +943,17 @@ def table(result: dict[str, Any]) -> str:
         ok = "yes" if row["ok"] else f"**failed correctness** {row['problem']}".strip()
         lines.append(
             f"| {row['name']} | {_mask(row['causal'])} | {row['against']} | {row['length']} "
-            f"| {row['forward']:.1e} | {row['gradient']:.1e} | {ok} |"
+            f"| {_cell(row['forward'], '{:.1e}')} | {_cell(row['gradient'], '{:.1e}')} | {ok} |"
         )
     lines += ["", f"Bound {BOUND:g}, relative, derived in `subquad.arena.speed`.", ""]
     for training in (False, True):
         for causal in (False, True):
-            rows = [r for r in result["times"] if (r["training"], r["causal"]) == (training, causal)]
+            kind = (training, causal)
+            rows = [r for r in result["times"] if (r["training"], r["causal"]) == kind]
             if not rows:
                 continue
             lines += [
-                f"## {'Training step' if training else 'Forward'}, {_mask(causal)}",
+                f"## {_step(training).capitalize()}, {_mask(causal)}",
                 "",
                 f"| tokens | | ms | faster than SDPA | faster than {PEER} | of GEMM peak |",
                 "|---:|---|---:|---:|---:|---:|",
@@ -907,7 +974,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for row in result["crossover"]:
         at = row["note"] if row["length"] is None else f"{row['length']:.0f} {row['note']}".strip()
-        step = "training step" if row["training"] else "forward"
+        step = _step(row["training"])
         lines.append(f"| {row['name']} | {_mask(row['causal'])} | {step} | {at} |")
     lines += [
         "",
@@ -949,7 +1016,7 @@ def figure(width: float, height: float, rows: int, columns: int, **options: Any)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    page = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    page = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(page)
     axes = page.subplots(rows, columns, squeeze=False, **options)
     for axis in axes.flat:
@@ -1048,8 +1115,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 x, y = zip(*points, strict=True)
                 axis.plot(x, y, dash, color=colour, linewidth=width, marker="o", markersize=3)
                 ends.append((x[-1], y[-1], name, colour))
-            step = "training step" if training else "forward"
-            axis.set_title(f"{step}, {_mask(causal)}", fontsize=10.5, loc="left")
+            axis.set_title(f"{_step(training)}, {_mask(causal)}", fontsize=10.5, loc="left")
             pending.append((axis, ends))
     ticks = sorted({row["length"] for row in result["times"]})
     for axis in axes.flat:
@@ -1067,7 +1133,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         x=0.01,
         ha="left",
     )
-    page.supxlabel(machine_line(result["machine"]), fontsize=8, color=COLOURS["grey"], x=0.01, ha="left")
+    foot = machine_line(result["machine"])
+    page.supxlabel(foot, fontsize=8, color=COLOURS["grey"], x=0.01, ha="left")
     # room for the names to the right of each panel
     page.get_layout_engine().set(wspace=0.22)
     page.get_layout_engine().set(rect=(0, 0, 0.89, 1))

@@ -35,7 +35,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     - `need_weights` defaults to **False**: an L×S matrix is what this package avoids. Asked
       for, it is the mechanism's implied attention matrix.
     - A row without any key to attend gives zeros before the output projection (torch: NaN),
-      and what ignored keys contain never matters.
+      and what ignored keys contain never matters, to gradients of the weights neither
+      (in self-attention, where they are queries too: to the output of the other rows).
     - `dropout` is applied exactly, to attention weights, or refused: mechanisms that never
       form weights raise for ``dropout > 0``.
     - `attn_mask`: mechanisms without explicit masks take what a `Mask` can say: nothing
@@ -213,13 +214,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._nested(query, key, value, key_padding_mask, need_weights, attn_mask)
         batched = query.dim() == 3
         self._check_inputs(query, key, value)
-        q, k, v = self._project(query, key, value)
-        if not batched:
-            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-        elif not self.batch_first:
-            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        queries, keys = q.shape[1], k.shape[1]
-        mask = self._mask(q, keys, key_padding_mask, attn_mask, is_causal, batched)
+        same = query is key and key is value
+        query, key, value = (
+            (x.transpose(0, 1) if not self.batch_first else x) if batched else x.unsqueeze(0)
+            for x in (query, key, value)
+        )
+        queries, keys = query.shape[1], key.shape[1]
+        mask = self._mask(query, keys, key_padding_mask, attn_mask, is_causal, batched)
+        if mask.key is not None and not same:
+            # 0·NaN = NaN: zero gradients alone would not keep it out of the projections'
+            closed = ~mask.key[..., None]
+            key, value = key.masked_fill(closed, 0), value.masked_fill(closed, 0)
+        q, k, v = self._project(query, key, value, same)
         k, v, mask = self._append(k, v, mask, queries)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
         weights = None
@@ -240,10 +246,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     # ---- projections ---------------------------------------------------------------------
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, ...]:
         sizes = [self.embed_dim, *(2 * [self.num_kv_heads * self.head_dim])]
         packed, bias = self.in_proj_weight, self.in_proj_bias
-        if packed is not None and query is key and key is value:
+        if packed is not None and same:
             return F.linear(query, packed, bias).split(sizes, -1)
         three: tuple[Any, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weights = three if packed is None else packed.split(sizes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention.base import Capabilities, Cost, Info, Mechanism, State
+from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State
 from subquad.attention.exact.engine import (
     KeyValueState,
     as_partial,
@@ -108,8 +108,15 @@ class Softmax(Mechanism):
 
     @classmethod
     def capabilities_for(cls, config: SoftmaxConfig) -> Capabilities:
+        drops = Absent("dropout draws anew at every call while training")
         return Capabilities(
-            prefix=True, segments=True, window=True, dense=True, state="growing", partial=True
+            prefix=True,
+            segments=True,
+            window=True,
+            dense=True,
+            state="growing",
+            partial=True,
+            deterministic=drops if config.dropout else True,
         )
 
     @property
@@ -125,7 +132,7 @@ class Softmax(Mechanism):
     def _cleared(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
         """Attention over keys and values that are zero where masked."""
         queries, keys = q.shape[2], k.shape[2]
-        if scale < 0:  # the fused kernels take the row maximum before they scale
+        if scale < 0:  # the fused causal kernel masks first: −∞ would turn to +∞
             q, scale = -q, -scale
         if mask.causal and queries == 1 and mask.window is None:
             mask = replace(mask, causal=False, prefix=None)  # the last query reads every key
