@@ -162,42 +162,41 @@ def page(docs, name):
 
 
 def results(docs):
-    """Tables and pictures below benchmarks/results, one section a folder."""
+    """Reports and pictures below benchmarks/results, one section a folder (a machine)."""
     root = docs.parent / "benchmarks" / "results"
     folders = sorted(path for path in root.glob("*") if path.is_dir()) if root.exists() else []
     lines = []
     for folder in folders:
-        found = [*section(docs, folder)]
+        found = list(section(docs, folder))
         if found:
-            lines += [f"## {folder.name.replace('_', ' ').capitalize()}", "", *found]
+            lines += [f"## `{folder.name}`", "", *found]
     if not lines:
         lines = ["No results were present when these pages were built.", ""]
     return "\n".join(lines)
 
 
 def section(docs, folder):
-    for text in sorted(folder.glob("*.md")):
-        body = text.read_text(encoding="utf-8").splitlines()
-        target = f"_static/generated/results/{folder.name}/"
-        for line in body:
-            line = line.replace("](./", "](")
-            if line.startswith("#"):  # this page has the first two levels
-                level = len(line) - len(line.lstrip("#"))
-                line = "#" * min(level + 2, 6) + line[level:]
-            for picture in pictures(folder):
-                line = line.replace(f"]({picture.name})", f"](../{target}{picture.name})")
-            yield line
-        yield ""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.md"))
-    out = docs / "_static" / "generated" / "results" / folder.name
-    for picture in pictures(folder):
+    """Every report, one level of headings down, with the picture of its name below its title."""
+    place = f"_static/generated/results/{folder.name}"
+    out = docs / place
+    left = {picture.stem: picture for picture in pictures(folder)}
+    for picture in left.values():
         out.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(picture, out / picture.name)
-        if picture.name not in text:
-            label = picture.stem.replace("_", " ")
-            yield f"![{label}](../_static/generated/results/{folder.name}/{picture.name})"
-            yield ""
-    if not text:
+    reports = [path for path in sorted(folder.glob("*.md")) if path.name != "README.md"]
+    for report in reports:
+        own = left.pop(report.stem, None)
+        for line in report.read_text(encoding="utf-8").splitlines():
+            for picture in pictures(folder):
+                line = line.replace(f"]({picture.name})", f"]({place}/{picture.name})")
+            yield "##" + line if line.startswith("#") else line
+            if line.startswith("# ") and own is not None:
+                yield from ("", f"![{line[2:]}]({place}/{own.name})", "")
+                own = None
+        yield ""
+    for picture in left.values():
+        yield from (f"![{picture.stem.replace('_', ' ')}]({place}/{picture.name})", "")
+    if not reports:
         for table in sorted(folder.glob("*.csv")):
             yield from csv_table(table)
 

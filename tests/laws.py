@@ -338,6 +338,23 @@ def citizenship(spec):
     close(mech(*swapped), wanted)
 
 
+def checkpointed(spec):
+    """Law 8: activation checkpointing gives the same gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    mech = make(spec)
+    q, k, v = inputs(71, 71, grad=True, spec=spec)
+    causal = bool(capabilities(spec).causal)
+    plain = mech(q, k, v, causal=causal)
+    again = checkpoint(mech, q, k, v, causal=causal, use_reentrant=False)
+    for a, b in zip(
+        torch.autograd.grad(again.square().sum(), (q, k, v)),
+        torch.autograd.grad(plain.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        close(a, b, 0.0)
+
+
 def same_seed(spec):
     """Law 6: determined by the seed, identical in eval."""
     q, k, v = inputs(23, 23, spec=spec)

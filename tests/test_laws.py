@@ -95,6 +95,11 @@ def test_citizenship(spec):
 
 
 @pytest.mark.parametrize("spec", all_variants())
+def test_checkpointed(spec):
+    laws.checkpointed(spec)
+
+
+@pytest.mark.parametrize("spec", all_variants())
 def test_same_seed(spec):
     laws.same_seed(spec)
 

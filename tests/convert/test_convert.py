@@ -552,3 +552,11 @@ def test_the_report_prints_and_is_json() -> None:
     assert "4 on 2 heads × 6, causal" in text
     assert "kept exact: model.layers.1.self_attn, model.layers.2.self_attn" in text
     assert report.to_dict()["converted"][0]["kv_heads"] == 2
+
+
+def test_a_converted_model_compiles_as_one_graph() -> None:
+    model, given = tiny("llama"), inputs("llama", "left")
+    sq.convert(model, "performer(features=16)")
+    expected = hidden(model, **given)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(hidden(compiled, **given, use_cache=False), expected, **CLOSE)

@@ -464,19 +464,18 @@ def run(out: Path, quick: bool, json: bool, echo: Callable[[str], None]) -> dict
     Args:
         out: folder, made if missing.
         quick: shorter inputs, fewer M and seeds, in half a minute.
-        json: echo the result as one JSON document and nothing else.
+        json: the caller shows the result as JSON: echo progress, but no tables.
         echo: takes progress and tables, line by line.
 
     Returns:
         Everything that was measured, JSON-able.
     """
-    say = (lambda text: None) if json else echo
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # many small operations: the workers share the cores instead
     try:
-        result = _measure(quick, min(4, os.cpu_count() or 1), say)
+        result = _measure(quick, min(4, os.cpu_count() or 1), echo)
     finally:
         torch.set_num_threads(threads)
     text = table(result)
@@ -486,8 +485,9 @@ def run(out: Path, quick: bool, json: bool, echo: Callable[[str], None]) -> dict
     try:
         draw(result, out / "approximation.png")
     except ImportError as error:
-        say(f"no approximation.png: {error}; pip install 'subquad[arena]'")
-    echo(json_module.dumps(result) if json else text)
+        echo(f"no approximation.png: {error}; pip install 'subquad[arena]'")
+    if not json:
+        echo(text)
     return result
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["measure", "peak_memory", "swap"]
+__all__ = ["embed_rows", "measure", "peak_memory", "swap"]
 
 MIB = 2**20
 
@@ -124,6 +125,33 @@ def peak_memory(warm_up: Callable[[], Any], run: Callable[[], Any]) -> float | N
 
 
 # ---- jobs --------------------------------------------------------------------------------
+
+
+def embed_rows(
+    model: nn.Module, job: dict[str, Any], say: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Embeddings of the passages, and errors of the layers, with each row's attention."""
+    from subquad.arena.encoders import batch, embed
+    from subquad.convert.compare import layer_errors
+
+    ids, pad = job["ids"], job["pad"]
+    found = {}
+    for row in job["rows"]:
+        say(f"embedding {len(ids)} passages: {row}")
+        swap(model, row)
+        layers = []
+        if row != "exact":
+            inputs = batch(ids[: job["layer_passages"]], pad)
+            layers = [dataclasses.asdict(layer) for layer in layer_errors(model, inputs)]
+        found[row] = {"embedding": embed(model, ids, pad).tolist(), "layers": layers}
+    swap(model, "exact")
+    return found
+
+
+def _fidelity_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    from subquad.arena.encoders import load_encoder
+
+    return embed_rows(load_encoder(job["model"]).model, job, say)
 
 
 def _model_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
@@ -227,7 +255,7 @@ def _main() -> None:
         sys.stdout.write(json.dumps({"progress": text}) + "\n")
         sys.stdout.flush()
 
-    jobs = {"model": _model_job, "attention": _attention_job}
+    jobs = {"fidelity": _fidelity_job, "model": _model_job, "attention": _attention_job}
     result = jobs[job["kind"]](job, say)
     sys.stdout.write(json.dumps({"result": result}) + "\n")
 

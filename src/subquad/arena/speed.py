@@ -1,7 +1,8 @@
 """`subquad bench speed`: time and memory of attention, next to SDPA and performer-pytorch.
 
 Every registered mechanism that runs without data is timed, on one thread, in one process,
-turn by turn with its rivals, so that ratios hold on a busy machine too. No time is shown
+turn by turn with its rivals. Times are CPU times of the process, all its threads together: on
+an idle machine what the clock shows, on a busy one without the waiting. No time is shown
 before the same call was checked, in the same run, against a naive computation in float64.
 
     forward         one call under `torch.no_grad`
@@ -437,16 +438,16 @@ def _function(contender: Contender, inputs: list[Tensor], causal: bool, training
 def _interleave(
     functions: dict[Key, Callable[[], None]], rounds: int, budget: float, least: int = 3
 ) -> dict[Key, list[float]]:
-    """Seconds of each call, taken in turns; at least `least` rounds, then until `budget`."""
+    """CPU seconds of each call, taken in turns; at least `least` rounds, then until `budget`."""
     times: dict[Key, list[float]] = {key: [] for key in functions}
     began = time.perf_counter()
     for turn in range(rounds):
         if turn >= least and time.perf_counter() - began > budget:
             break
         for key, function in functions.items():
-            start = time.perf_counter()
+            start = time.process_time()
             function()
-            times[key].append(time.perf_counter() - start)
+            times[key].append(time.process_time() - start)
     return times
 
 
@@ -463,9 +464,9 @@ def gemm_peak(seconds: float = 0.5) -> float:
     best, began = math.inf, time.perf_counter()
     out = a @ b
     while time.perf_counter() - began < seconds:
-        start = time.perf_counter()
+        start = time.process_time()
         torch.mm(a, b, out=out)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return 2 * 1024**3 / best
 
 
@@ -689,19 +690,18 @@ def run(out: Path, quick: bool, json: bool, echo: Callable[[str], None]) -> dict
     Args:
         out: folder, made if missing.
         quick: only the cells that decide a floor and a few short lengths, in half a minute.
-        json: echo the result as one JSON document and nothing else.
+        json: the caller shows the result as JSON: echo progress, but no tables.
         echo: takes progress and tables, line by line.
 
     Returns:
         Everything that was measured, JSON-able.
     """
-    say = (lambda text: None) if json else echo
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        result = measure(Sizes(), say=say, **_plan(quick))
+        result = measure(Sizes(), say=echo, **_plan(quick))
     finally:
         torch.set_num_threads(threads)
     result["quick"] = quick
@@ -711,8 +711,9 @@ def run(out: Path, quick: bool, json: bool, echo: Callable[[str], None]) -> dict
     try:
         draw(result, out / "speed.png")
     except ImportError as error:
-        say(f"no speed.png: {error}; pip install 'subquad[arena]'")
-    echo(json_module.dumps(result) if json else text)
+        echo(f"no speed.png: {error}; pip install 'subquad[arena]'")
+    if not json:
+        echo(text)
     return result
 
 
@@ -918,7 +919,8 @@ def table(result: dict[str, Any]) -> str:
         "# Speed and memory of attention",
         "",
         f"{machine_line(result['machine'])}. B=1, H={s['heads']}, D={s['head_dim']}, "
-        f"M={s['features']}, {s['dtype']}; medians of interleaved calls, ratios call by call; "
+        f"M={s['features']}, {s['dtype']}; CPU time, "
+        f"medians of interleaved calls, ratios round by round; "
         f"GEMM peak {result['gemm_gflops']:.0f} GFLOP/s"
         + (" (quick run: few rounds)." if result.get("quick") else "."),
         "",
@@ -928,7 +930,7 @@ def table(result: dict[str, Any]) -> str:
         "|---|---:|---|",
     ]
     for row in result["floors"]:
-        form = "{:.2f} × \\|q\\|" if "at most" in row["floor"] else "{:.1f}×"
+        form = "{:.2f} × \\|q\\|" if "at most" in row["floor"] else "{:.2f}×"
         ok = {True: "yes", False: "**no**", None: "not measured"}[row["ok"]]
         text = row["floor"].replace("|", "\\|")
         lines.append(f"| {text} | {_cell(row['measured'], form)} | {ok} |")
@@ -1034,28 +1036,22 @@ def label_ends(axis: Any, ends: list[tuple[float, float, str, str]], size: float
     """
     page = axis.figure
     page.draw_without_rendering()
-    step = size * 1.25 * page.dpi / 72
-    placed = sorted(
-        ([*axis.transData.transform((x, y)), text, colour] for x, y, text, colour in ends),
-        key=lambda end: end[1],
-    )
-    wanted = [end[1] for end in placed]
-    box = axis.get_window_extent()
-    spots = list(wanted)
-    for _ in range(200):  # neighbours that are too close push each other away
+    height, width = size * 1.25 * page.dpi / 72, size * 9 * page.dpi / 72
+    starts = [axis.transData.transform((x, y)) for x, y, _, _ in ends]
+    spots = [float(start[1]) for start in starts]
+    order = sorted(range(len(ends)), key=spots.__getitem__)
+    for _ in range(300):  # labels that cover each other push each other away
         moved = False
-        for i in range(len(spots) - 1):
-            overlap = step - (spots[i + 1] - spots[i])
-            if overlap > 0.1:
-                spots[i] -= overlap / 2
-                spots[i + 1] += overlap / 2
-                moved = True
-        if spots and spots[0] < box.y0:
-            spots[0] = box.y0
-            moved = True
+        for place, low in enumerate(order):
+            for high in order[place + 1 :]:
+                overlap = height - (spots[high] - spots[low])
+                if overlap > 0.1 and abs(starts[high][0] - starts[low][0]) < width:
+                    spots[low] -= overlap / 2
+                    spots[high] += overlap / 2
+                    moved = True
         if not moved:
             break
-    for (x, y, text, colour), spot in zip(placed, spots, strict=True):
+    for (_, _, text, colour), (x, y), spot in zip(ends, starts, spots, strict=True):
         axis.annotate(
             text,
             xy=(x, y),
@@ -1066,6 +1062,7 @@ def label_ends(axis: Any, ends: list[tuple[float, float, str, str]], size: float
             fontsize=size,
             va="center",
             annotation_clip=False,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
         )
 
 

@@ -159,7 +159,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, *bars: Tensor | None) -> tuple[Tensor | None, ...]:
-    inputs, saved = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
+    tensors = ctx.saved_tensors  # read once: checkpointing unpacks them by recomputation
+    inputs, saved = tensors[:10], tensors[10:]
     out_bar, den_bar, _, s_bar, z_bar, *_ = bars
     if out_bar is None:
         out_bar = torch.zeros_like(saved[0])

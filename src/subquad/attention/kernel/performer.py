@@ -390,10 +390,19 @@ class Performer(KernelMechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
         every = self.config.redraw
         if every is not None and self.training:
-            self._calls += 1
-            if self._calls % every == 0:
+            if self._calls and self._calls % every == 0:
                 self.redraw()
+            self._calls += 1
         return super()._attend(q, k, v, mask, scale)
+
+    def weights(self, *args: Any, **options: Any) -> Tensor:
+        """As `Mechanism.weights`; looking does not count as a training call."""
+        calls = self._calls
+        self._calls = 0  # not a multiple of `redraw`, so that this call keeps the draw
+        try:
+            return super().weights(*args, **options)
+        finally:
+            self._calls = calls
 
     def _features(
         self, q: Tensor, k: Tensor | None, mask: Mask | None, scale: float
