@@ -55,6 +55,28 @@ def test_state_operations(spec):
     laws.state_operations(spec)
 
 
+@pytest.mark.parametrize("spec", with_capability("state"))
+def test_wrong_states(spec):
+    mech = make(spec)
+    q, k, v = inputs(7, 7, spec=spec)
+    state = mech.prefill(q, k, v)[1]
+    stranger = make("softmax" if capabilities(spec).state == "constant" else "performer")
+    wrong = stranger.prefill(*inputs(7, 7))[1]
+    for call in (lambda: mech.step(q, k, v, wrong), lambda: mech.step(q, None, None, wrong)):
+        with pytest.raises(sq.ShapeError, match="state must be"):
+            call()
+    with pytest.raises(sq.ShapeError, match="holds 2 batch rows, q has 1"):
+        mech.step(q[:1], k[:1], v[:1], state)
+    with pytest.raises(sq.DeviceError, match="state is on meta"):
+        mech.step(q, k, v, state.to("meta"))
+    with pytest.raises(sq.ShapeError, match="both be given, or both be None"):
+        mech.step(q, k, None, state)
+    with pytest.raises(sq.ShapeError, match="needs a state"):
+        mech.step(q, None, None, None)
+    with pytest.raises(sq.ShapeError, match="state"):
+        mech.step(q, k, v[..., :3], state)
+
+
 @pytest.mark.parametrize("spec", with_capability("key"))
 def test_junk_under_the_mask(spec):
     laws.junk(spec)

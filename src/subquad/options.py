@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 
 from subquad.errors import OptionError, UnknownNameError, nearest
 
-__all__ = ["Config", "Spec", "format_spec", "parse_spec"]
+__all__ = ["Config", "Spec", "format_spec", "format_value", "parse_spec"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,8 @@ def parse_spec(text: str) -> Spec:
     return _Parser(text).spec()
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
+    """Writes one option value in the option grammar."""
     if isinstance(value, Config):
         value = Spec(value.mechanism, value.changed())
     if isinstance(value, Spec):  # with parentheses: a bare name would be read as text
@@ -166,7 +167,7 @@ def _format_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(_format_value(item) for item in value) + "]"
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
     if isinstance(value, str):
         bare = re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value.lower() not in _WORDS
         if bare:
@@ -181,7 +182,7 @@ def format_spec(spec: Spec) -> str:
     """Writes a spec in the option grammar; a name without options is written bare."""
     if not spec.options:
         return spec.name
-    pairs = ", ".join(f"{key}={_format_value(value)}" for key, value in spec.options.items())
+    pairs = ", ".join(f"{key}={format_value(value)}" for key, value in spec.options.items())
     return f"{spec.name}({pairs})"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from subquad.errors import OptionError, UnknownNameError, nearest
-from subquad.options import Config, Spec, parse_spec
+from subquad.options import Config, Spec, format_value, parse_spec
 
 if TYPE_CHECKING:
     from subquad.attention.base import Capabilities, Info, Mechanism
@@ -159,8 +159,8 @@ def mechanisms(
     decide, see `describe` for those that change with options.
 
     >>> import subquad as sq
-    >>> sq.mechanisms(approximates="softmax", state="constant")
-    ['performer']
+    >>> "performer" in sq.mechanisms(approximates="softmax", state="constant")
+    True
     """
     wanted = {
         "causal": causal,
@@ -210,7 +210,7 @@ class Description:
 
     @property
     def cost(self) -> Any:
-        """The `Cost`: its order, and FLOPs and bytes as functions of the length."""
+        """Order of the cost, and FLOPs and bytes as functions of the length: a `Cost`."""
         return self.info.cost
 
     def flops(self, length: int, head_dim: int = 64, value_dim: int = 64) -> float:
@@ -236,11 +236,12 @@ class Description:
             "summary": self.info.summary,
             "formula": self.info.formula,
             "cost": self.info.cost.formula,
+            "scale": self.info.scale,
             "limit": self.info.limit,
             "paper": self.info.paper,
             "deviations": self.info.deviations,
             "options": [
-                {"name": name, "default": str(default), "meaning": meaning}
+                {"name": name, "default": format_value(default), "meaning": meaning}
                 for name, default, meaning in self.options()
             ],
             "capabilities": [
@@ -254,6 +255,7 @@ class Description:
             f"{self.name} ({self.family}): {self.info.summary}",
             f"  formula  {self.info.formula}",
             f"  cost     {self.info.cost.formula}",
+            f"  scale    {self.info.scale} by default",
             f"  exact    {self.info.limit}",
             f"  paper    {self.info.paper}",
         ]
@@ -261,7 +263,10 @@ class Description:
             lines.append(f"  departs  {self.info.deviations}")
         if self.options():
             lines.append("  options")
-        lines += [f"    {name}={default}: {meaning}" for name, default, meaning in self.options()]
+        lines += [
+            f"    {name}={format_value(default)}: {meaning}"
+            for name, default, meaning in self.options()
+        ]
         lines.append("  capabilities")
         lines += [
             f"    {name}: {value}" + (f" ({reason})" if reason else "")

@@ -442,6 +442,28 @@ def test_a_state_without_keys_is_not_mistaken_for_one_with_tiny_keys():
         assert (engine.forward(p, save=False).out == wanted).all()
 
 
+def test_padding_on_the_left_is_not_redone():
+    """Rows without keys have a normaliser of zero, not a tiny one: they cost no repair."""
+    x = randn(1, 1, 137, 1, seed=0, dtype=torch.float32)
+    mask = torch.arange(137)[None] >= 71
+    p = Problem(x, x, x, Raw(), Raw(), None, mask, None, 0.0, 0.0, 0)
+    result = engine.forward(p, save=True)
+    assert not result.flags.any() and not result.out[:, :, :71].any()
+
+
+def test_closed_keys_get_no_gradient_where_a_map_has_none():
+    """Closed keys stand as 0 in the chunk; √|x| has no derivative there, which must not show."""
+    q, k, v = (randn(1, 1, 5, 3, seed=n).requires_grad_() for n in range(3))
+    mask = torch.arange(5)[None] > 1
+    for absorb in (5, 0):
+        out = linear_attention_functions(
+            q, k, v, torch.abs, lambda x: x.abs().sqrt(), log=False, features=3, absorb=absorb,
+            key_mask=mask,
+        )[0]  # fmt: skip
+        (grad,) = torch.autograd.grad(out.square().sum(), k)
+        assert grad.isfinite().all() and not grad[:, :, :2].any() and grad[:, :, 2:].any()
+
+
 # ---- memory -------------------------------------------------------------------------------
 
 

@@ -757,7 +757,7 @@ def measure(
         left_out: lines for the list of what was left out.
         say: progress.
     """
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
     found, skipped = contenders(sizes, names)
     notes = [*left_out, *skipped]
     peak = gemm_peak()
@@ -800,6 +800,7 @@ def measure(
         "memory": memory,
         "left_out": notes,
         "seconds": time.perf_counter() - started,
+        "cpu_seconds": time.process_time() - worked,
     }
 
 
@@ -992,7 +993,10 @@ def table(result: dict[str, Any]) -> str:
             f"| {row['name']} | {_mask(row['causal'])} | {row['length']} | {row['units']:.2f} |"
         )
     lines += ["", "## Left out", "", *[f"- {line}" for line in result["left_out"]], ""]
-    lines.append(f"The run took {result['seconds']:.0f} s.")
+    lines.append(
+        f"The run took {result['seconds']:.0f} s, {result['cpu_seconds']:.0f} s of CPU time "
+        "without the child processes."
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -131,6 +131,7 @@ class Info:
         paper: citation with arXiv number and equation.
         limit: the setting at which the mechanism is exact, and against what.
         options: one line for each option.
+        scale: default factor of the logits, or of the product of q and k.
         deviations: where the implementation departs from the paper.
     """
 
@@ -140,6 +141,7 @@ class Info:
     paper: str
     limit: str
     options: dict[str, str] = dataclasses.field(default_factory=dict)
+    scale: str = "D^-½"
     deviations: str = ""
 
 
@@ -210,6 +212,7 @@ class Mechanism(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[Config]]
     info: ClassVar[Info]
+    state_type: ClassVar[type[State]] = State
 
     def __init__(
         self,
@@ -505,6 +508,9 @@ class Mechanism(nn.Module, ABC):
     def _check_state(self, state: State | None, q: Tensor) -> None:
         if state is None:
             return
+        if not isinstance(state, self.state_type):
+            wanted = self.state_type.__name__
+            raise ShapeError(f"state must be a {wanted}, given {type(state).__name__}")
         for name, tensor in state.tensors().items():
             if tensor.shape[0] != q.shape[0]:
                 raise ShapeError(

@@ -10,6 +10,7 @@ import typer
 from subquad import registry
 from subquad.cli.common import Json, consoles, write_json
 from subquad.errors import OptionError
+from subquad.options import parse_spec
 
 __all__ = ["add"]
 
@@ -21,6 +22,13 @@ def add(app: typer.Typer) -> None:
         epilog="Example: [bold]subquad compare minilm --mechanism 'performer(features=512)'"
         " --mechanism softmax --text notes.txt[/bold]",
     )(_compare)
+
+
+def _names_mechanism(text: str) -> bool:
+    try:
+        return parse_spec(text).name in registry.MECHANISMS
+    except OptionError:
+        return False
 
 
 def _compare(
@@ -43,6 +51,10 @@ def _compare(
     specs = mechanism or ["performer"]
     for spec in specs:  # names and options are checked before anything is loaded
         registry.resolve(spec)
+    if model != "minilm" and not Path(model).is_dir() and _names_mechanism(model):
+        raise OptionError(
+            f"{model!r} is a mechanism, not a model: give it as --mechanism {model!r}"
+        )
     if text is not None and not text.is_file():
         raise OptionError(f"--text {text}: no such file")
     from subquad.arena import encoders

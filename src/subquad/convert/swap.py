@@ -255,7 +255,7 @@ def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"through transformers' AttentionInterface, such as {_ROUTING_MODELS}; for "
             "your own modules use subquad.MultiheadAttention or subquad.attention"
         )
-    raise UnsupportedError("convert", kind, reason)
+    raise UnsupportedError(kind, "conversion", reason)
 
 
 def _pretrained(model: nn.Module) -> list[tuple[str, Any]]:

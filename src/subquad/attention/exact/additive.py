@@ -78,9 +78,11 @@ class Additive(Mechanism):
 
     name = "additive"
     family = "exact"
+    state_type = KeyValueState
     Config = AdditiveConfig
     config: AdditiveConfig
     info = Info(
+        scale="1",
         summary="additive (Bahdanau) scores: a small network in place of the dot product",
         formula="out_i = Σ_j softmax_j(scale · wᵀ tanh(W_q q_i + W_k k_j + b)) v_j",
         cost=Cost(
@@ -172,7 +174,7 @@ class Additive(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        state: State | None,
+        state: KeyValueState | None,
         key_mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, State]:

@@ -45,18 +45,18 @@ class KeyValueState(State):
     key: Tensor | None = None
 
     @classmethod
-    def extend(cls, state: State | None, k: Tensor, v: Tensor, key: Tensor | None) -> KeyValueState:
+    def extend(
+        cls, state: KeyValueState | None, k: Tensor, v: Tensor, key: Tensor | None
+    ) -> KeyValueState:
         """The state followed by new keys and values; without a state nothing is copied.
 
         Raises:
-            ShapeError: if `state` is of another kind, or of other heads or widths.
+            ShapeError: if `state` is of other heads or widths.
             DtypeError: if the state's dtype differs from that of the new keys.
         """
         k, v = clear(k, v, Mask(key=key))
         if state is None:
             return cls(k, v, key)
-        if not isinstance(state, KeyValueState):
-            raise ShapeError(f"state must be a KeyValueState, given {type(state).__name__}")
         for name, old, new in (("k", state.k, k), ("v", state.v, v)):
             if old.shape[1] != new.shape[1] or old.shape[3] != new.shape[3]:
                 raise ShapeError(

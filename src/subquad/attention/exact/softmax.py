@@ -87,6 +87,7 @@ class Softmax(Mechanism):
 
     name = "softmax"
     family = "exact"
+    state_type = KeyValueState
     Config = SoftmaxConfig
     config: SoftmaxConfig
     info = Info(
@@ -174,7 +175,7 @@ class Softmax(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        state: State | None,
+        state: KeyValueState | None,
         key_mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, State]:

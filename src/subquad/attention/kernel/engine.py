@@ -149,6 +149,8 @@ def _checked(
 class KernelMechanism(Mechanism):
     """Base of mechanisms that only choose feature maps."""
 
+    state_type = LinearState
+
     @abstractmethod
     def _features(
         self, q: Tensor, k: Tensor | None, mask: Mask | None, scale: float
@@ -203,6 +205,8 @@ class KernelMechanism(Mechanism):
     ) -> tuple[Tensor, State]:  # fmt: skip
         mask = Mask(causal=True, key=key_mask)
         maps = self._features(q, k, mask, scale)
+        if state is not None:
+            self._check_sums(state)
         queries, keys = q.shape[2], k.shape[2]
         if queries > keys:
             raise ShapeError(
@@ -214,7 +218,16 @@ class KernelMechanism(Mechanism):
         seen = 0 if state is None else state.length
         return out, LinearState(s, z, c, mass, seen + keys)
 
+    def _check_sums(self, state: LinearState) -> None:
+        wanted = (self.num_kv_heads, self.config.features)  # type: ignore[attr-defined]  # all have it
+        if tuple(state.s.shape[1:3]) != wanted:
+            raise ShapeError(
+                f"{self.name}: the state must hold (B, Hkv, M, V) sums with (Hkv, M) = {wanted}, "
+                f"given {tuple(state.s.shape)}"
+            )
+
     def _read(self, q: Tensor, state: LinearState, scale: float) -> Tensor:
+        self._check_sums(state)
         maps = self._features(q, None, None, scale)
         kv = state.s.shape[1]
         k = q.new_empty(q.shape[0], kv, 0, q.shape[-1])

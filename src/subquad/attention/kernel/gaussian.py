@@ -108,6 +108,7 @@ class Gaussian(KernelMechanism):
             "anchors": "normal, or from data by calibrate(): sample, kmeans",
             "learned": "anchors are parameters",
         },
+        scale="1",
     )
 
     def __init__(

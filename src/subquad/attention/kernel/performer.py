@@ -183,8 +183,8 @@ class Performer(KernelMechanism):
             "estimator": f"{', '.join(ESTIMATORS)}, a SpectralMap, or a function f ≥ 0: φ = f(ω·x)",
             "draw": "directions of ω: iid, orthogonal, simplex",
             "norms": "lengths of ω: chi (unbiased), sqrt_d or quantile (biased)",
-            "gauge": "change of variables that leaves softmax unchanged: none, centre_keys, "
-            "centre, balance",
+            "gauge": "change of variables that leaves softmax unchanged: none, centre_keys (can be "
+            "worse than none), centre, balance",
             "statistics": "moments for gauge, oprf, derf: call (bidirectional only) or calibrated",
             "redraw": "draw ω anew every so many training calls; none never",
             "spread": "derf: proposal variance 1 + spread·λ; none takes the optimum",
