@@ -159,6 +159,12 @@ def test_peak_of_a_call():
     assert 47.5 <= speed._peak_of(call) / MIB <= 56
 
 
+def test_memory_of_a_training_step_in_a_child_process():
+    # output and three gradients cannot be avoided; a causal call keeps a state every 128 tokens
+    units = speed.peak_memory("performer", True, 2**14, SIZES)
+    assert 3.9 <= units <= 12
+
+
 def test_machine_is_named():
     where = speed.machine(threads=1)
     assert where["torch"] == torch.__version__
@@ -173,17 +179,13 @@ def test_a_small_run_from_check_to_picture(tmp_path):
         (64, 128),
         names=["softmax", "performer"],
         timing={"rounds": 2, "least": 1},
-        memory_length=4096,
-        memory_of=("performer",),
+        memory_of=(),
     )
     result = json.loads(json.dumps(result, allow_nan=False))
     assert result["settings"]["seed"] == 0
     assert result["machine"]["cpu"]
     assert {row["name"] for row in result["times"]} >= {"SDPA", "softmax", "performer"}
     assert all(0 < row["ms_min"] <= row["ms"] <= row["ms_max"] for row in result["times"])
-    # output and three gradients cannot be avoided
-    assert [row["causal"] for row in result["memory"]] == [False, True]
-    assert all(row["units"] >= 3.9 for row in result["memory"])
     text = speed.table(result)
     assert "| performer | causal | materialised φ with the same ω, float64 |" in text
     assert result["machine"]["cpu"] in text

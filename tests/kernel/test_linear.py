@@ -42,6 +42,11 @@ def randn(*shape, seed, size=1.0, dtype=F64):
     return (size * torch.randn(shape, generator=generator, dtype=F64)).to(dtype)
 
 
+def flawed(value, reason):
+    """A parameter with a known bug; to be removed with it."""
+    return pytest.param(value, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
 def features(x, w, b, activation):
     """φ (B, n-heads, n, M) of x, heads of w and b repeated by the caller."""
     u = x @ w
@@ -71,9 +76,7 @@ def allowed_keys(L, S, absorb, key_mask):
 def naive(t, activation, absorb, quad, clip, key_mask):
     """out, true normaliser and true new sums S, z from the definition."""
     rank = 3  # (Kv, D, R): heads are dimension −3
-    fq = features(
-        t["q"], per_query_head(t["wq"], rank), per_query_head(t["bq"], 2), activation
-    )
+    fq = features(t["q"], per_query_head(t["wq"], rank), per_query_head(t["bq"], 2), activation)
     fk = features(t["k"], t["wk"], t["bk"], activation)
     log_weight = -quad * t["k"].square().sum(-1)
     if t["key_bias"] is not None:
@@ -254,7 +257,8 @@ def test_strides_do_not_matter():
 def test_half_precision_inputs_are_summed_in_float32(activation, absorb):
     """The same bfloat16 numbers in float64: what differs is float32 arithmetic inside, of
     relative size ≤ (71 keys + 13 features + D) × 2^-24 = 5.4e-6 (with the clip, 20 times that
-    = 1.1e-4), and the rounding of the output to bfloat16, of 8 bits: 2^-8 at most."""
+    = 1.1e-4), and the rounding of the output to bfloat16, of 8 bits: 2^-8 at most.
+    """
     t = tensors(71, 71, activation, 13, rows=False, bias=True, state=False)
     half = {n: None if x is None else x.detach().bfloat16() for n, x in t.items()}
     same = {n: None if x is None else x.double() for n, x in half.items()}
@@ -268,7 +272,7 @@ def test_half_precision_inputs_are_summed_in_float32(activation, absorb):
         close(a, b, 1.1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason="LinearMap._own takes the weight's batch dimension for the bias's")
+@pytest.mark.xfail(strict=True, reason="LinearMap._own: b taken for W")
 def test_gradients_of_a_bias_for_each_row_beside_a_shared_weight():
     t = tensors(13, 17, "exp", 5, rows=False, bias=True, state=False)
     t["bq"] = randn(B, KV, 5, seed=50).requires_grad_()
@@ -386,8 +390,8 @@ class Raw:
     def apply(self, x, work, name, offset=None):
         return x.clone() if offset is None else x + offset
 
-    def pullback(self, x, value, cotangent):
-        return cotangent
+    def pullback(self, x, value, cotangent, out=None):
+        return cotangent if out is None else out.copy_(cotangent)
 
 
 @pytest.mark.parametrize(
@@ -398,12 +402,13 @@ class Raw:
 def test_rows_at_the_threshold(level, flagged):
     """Row 0 reads one key, 2^level below the chunk's last key: out_0 = v_0 whatever the level,
     normaliser 2^level, and exactly the rows below TINY = 2^-64 are redone. All exact in
-    float32: one key, one feature, powers of two."""
+    float32: one key, one feature, powers of two.
+    """
     assert TINY == 2.0**-64
     L = 5
     u = torch.tensor([level, level, level, level, 0.0])
     k = u.view(1, 1, L, 1)
-    q, v = torch.zeros(1, 1, L, 1), torch.randn(1, 1, L, 3, generator=torch.Generator().manual_seed(0))
+    q, v = torch.zeros(1, 1, L, 1), randn(1, 1, L, 3, seed=0, dtype=torch.float32)
     p = Problem(q, k, v, Raw(), Raw(), None, None, None, 0.0, 0.0, 0)
     result = engine.forward(p, save=True)
     # Row i's normaliser is (i + 1)·2^level, so that rows 0–3 do not all cross together.
@@ -436,7 +441,8 @@ def test_a_state_without_keys_is_not_mistaken_for_one_with_tiny_keys():
     mask = torch.zeros(1, 1, dtype=torch.bool)
     for level, wanted in ((EMPTY, 0.0), (-1e4, 7.0)):
         z = torch.full((1, 1, 1), float(level > EMPTY))
-        state = (z * 7.0 * torch.ones(1, 1, 3), z, torch.full((1, 1, 1), level), torch.zeros(1, 1, 1))
+        c = torch.full((1, 1, 1), level)
+        state = (z * 7.0 * torch.ones(1, 1, 3), z, c, torch.zeros(1, 1, 1))
         q = torch.zeros(1, 1, 1, 1)
         p = Problem(q, q.clone(), v, Raw(), Raw(), None, mask, state, 0.0, 0.0, 0)
         assert (engine.forward(p, save=False).out == wanted).all()
@@ -492,10 +498,7 @@ def test_saved_memory(kind, causal):
     An O(L·M) tensor would add 4·M bytes more a token, an O(L·L) one 4·L: both are far above.
     """
     M, d, width, step = 514, 3, 5, 128
-    if kind == "trig":
-        R = M // 2
-    else:
-        R = M
+    R = M // 2 if kind == "trig" else M
     w = randn(1, d, R, seed=0, dtype=torch.float32)
 
     def call(length):
@@ -504,7 +507,7 @@ def test_saved_memory(kind, causal):
         v = randn(1, 1, length, width, seed=3, dtype=torch.float32).requires_grad_()
         mask = torch.arange(length)[None] > 3
         bias = randn(1, 1, length, seed=4, dtype=torch.float32).requires_grad_()
-        options = dict(absorb=0 if causal else length, key_mask=mask, key_bias=bias)
+        options = {"absorb": 0 if causal else length, "key_mask": mask, "key_bias": bias}
         if "function" in kind:
             log = kind == "log function"
 
@@ -528,7 +531,8 @@ def test_saved_memory(kind, causal):
 
 def test_saved_memory_of_the_mechanisms():
     """The same through `Performer`: nothing outside the engine saves O(L·M) either. Data-aware
-    maps with a balance also save y, λ and |y|² behind key_bias: 2·D + 2·D + 4 numbers more."""
+    maps with a balance also save y, λ and |y|² behind key_bias: 2·D + 2·D + 4 numbers more.
+    """
     M, d, width = 514, 3, 5
     for spec in (
         f"performer(features={M})", f"performer(features={M}, estimator=hyperbolic)",
@@ -547,19 +551,17 @@ def test_saved_memory_of_the_mechanisms():
             ]
             return (mech(*leaves),)
 
-        grown = saved_bytes(lambda: call(1291)) - saved_bytes(lambda: call(269))  # noqa: B023  # called at once
+        grown = saved_bytes(lambda: call(1291)) - saved_bytes(lambda: call(269))
         token = 4 * (2 * d + 2 * width + 2 + 4 * d + 4) + 2
         assert token < 4 * M / 5
         assert grown <= token * (1291 - 269), spec
 
 
-@pytest.mark.parametrize(
-    "functions",
-    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="_Functions saves under no_grad"))],
-)
+@pytest.mark.parametrize("functions", [False, flawed(True, "_Functions saves under no_grad")])
 def test_nothing_is_kept_where_no_gradient_is_wanted(functions, monkeypatch):
     """Under no_grad and inference_mode the chunk states are not stored, even for inputs that
-    require gradients; with gradients they are."""
+    require gradients; with gradients they are.
+    """
     from subquad.kernels import ops
 
     saves = []
@@ -591,7 +593,8 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(functions, monkeypatch):
 )
 def test_operator_is_sound(activation, full, absorb):
     """torch.library.opcheck: schema (no mutation, no aliasing), autograd registration, fake
-    kernel's shapes and dtypes, and tracing with dynamic shapes."""
+    kernel's shapes and dtypes, and tracing with dynamic shapes.
+    """
     t = tensors(17, 71, activation, 5, rows=full, bias=full, state=full)
     mask = torch.arange(71).expand(B, 71) > 3 if full else None
     args = [t[n] for n in ("q", "k", "v", "wq", "bq", "wk", "bk", "key_bias")]
@@ -639,8 +642,10 @@ def test_compiled_with_gradients_once_for_all_lengths():
 
 def test_second_derivatives_give_a_clear_error():
     q = randn(1, 1, 5, 3, seed=0).requires_grad_()
-    for estimator, text in (("positive", "no autograd formula"), (torch.relu, "once_differentiable")):
-        mech = sq.build(sq.PerformerConfig(features=4, estimator=estimator), head_dim=3, num_heads=1)
+    errors = {"positive": "no autograd formula", torch.relu: "once_differentiable"}
+    for estimator, text in errors.items():
+        config = sq.PerformerConfig(features=4, estimator=estimator)
+        mech = sq.build(config, head_dim=3, num_heads=1)
         (grad,) = torch.autograd.grad(mech(q, q, q).square().sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match=text):
             grad.sum().backward()
@@ -655,7 +660,7 @@ def test_gradients_without_saving_are_refused():
 
 @pytest.mark.parametrize(
     "estimator",
-    ["positive", pytest.param(nn.Softplus(), marks=pytest.mark.xfail(strict=True, reason="_Functions.backward runs under autocast"))],
+    ["positive", flawed(nn.Softplus(), "_Functions.backward runs under autocast")],
 )
 def test_backward_inside_autocast(estimator):
     """`loss.backward()` inside the autocast block gives the same gradients as outside."""
@@ -727,22 +732,18 @@ def test_functions(kind, log):
 
     leaves = {n: t[n] for n in ("q", "k", "v", "key_bias")} | {"w": net.w, "b": net.b}
     found = linear_attention_functions(
-        t["q"], t["k"], t["v"], query, key, log=log, features=13, parameters=tuple(net.parameters()),
-        absorb=absorb, key_bias=t["key_bias"], key_mask=mask,
+        t["q"], t["k"], t["v"], query, key, log=log, features=13,
+        parameters=tuple(net.parameters()), absorb=absorb, key_bias=t["key_bias"], key_mask=mask,
     )[0]  # fmt: skip
-    wanted = naive_functions(
-        t["q"], t["k"], t["v"], query, key, log, absorb, t["key_bias"], mask
-    )
+    wanted = naive_functions(t["q"], t["k"], t["v"], query, key, log, absorb, t["key_bias"], mask)
     close(found, wanted)
     cotangent = randn(*wanted.shape, seed=9)
-    grads = [
-        torch.autograd.grad(x, list(leaves.values()), cotangent) for x in (found, wanted)
-    ]
+    grads = [torch.autograd.grad(x, list(leaves.values()), cotangent) for x in (found, wanted)]
     for name, a, b in zip(leaves, *grads, strict=True):
         close(a, b, name=f"gradient of {name}")
     again = linear_attention_functions(
-        t["q"], t["k"], t["v"], query, key, log=log, features=13, parameters=tuple(net.parameters()),
-        absorb=absorb,
+        t["q"], t["k"], t["v"], query, key, log=log, features=13,
+        parameters=tuple(net.parameters()), absorb=absorb,
     )[0]  # fmt: skip
     (none,) = torch.autograd.grad(again.sum(), [net.unused], allow_unused=True)
     assert none is None or not none.any()
@@ -846,7 +847,8 @@ def test_function_errors(causal):
         FunctionFeatures(lambda x: x.abs(), lambda x: x.abs()[..., :2], 3),
     ):
         mech.maps = maps
-        with pytest.raises(sq.ShapeError, match=r"must map \(1, 2, 5, 3\) to \(1, 2, 5, 3\), it gave \(1, 2, 5, 2\)"):
+        text = r"must map \(1, 2, 5, 3\) to \(1, 2, 5, 3\), it gave \(1, 2, 5, 2\)"
+        with pytest.raises(sq.ShapeError, match=text):
             mech(q, q, q, causal=causal)
     # Logarithms may be negative, and so may features whose normaliser is clipped.
     mech.maps = FunctionFeatures(lambda x: x, lambda x: x, 3, log=True)

@@ -15,6 +15,7 @@ variance t_i along direction i (t = 1 but for oprf and derf), relative to exp(x�
 """
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -98,8 +99,12 @@ def relative_variance(mech, x, y, scale=0.7):
     config, rotate, variance = mech.config, torch.eye(D, dtype=F64), torch.ones(D, dtype=F64)
     if config.uses_moments:
         gauge = mech._gauge(None, None, None, math.sqrt(scale))
-        x = gauge.queries((x / math.sqrt(scale)).expand(mech.num_heads, -1, -1), math.sqrt(scale))[0]
-        y = gauge.keys((y / math.sqrt(scale)).expand(mech.num_heads, -1, -1), math.sqrt(scale))[0][0]
+        x = gauge.queries((x / math.sqrt(scale)).expand(mech.num_heads, -1, -1), math.sqrt(scale))[
+            0
+        ]
+        y = gauge.keys((y / math.sqrt(scale)).expand(mech.num_heads, -1, -1), math.sqrt(scale))[0][
+            0
+        ]
         second = gauge.second[0]
 
         def best(level):  # minimises log of the second moment above, averaged over z² = level
@@ -128,7 +133,8 @@ def relative_variance(mech, x, y, scale=0.7):
 def test_kernel_estimates_are_unbiased(estimator, draw):
     """The mean over N draws is exp(scale·q·k), true scale included, within 5 standard errors of
     the iid closed form, which coupled draws do not exceed (orthogonal: Theorem 2; simplex:
-    arXiv 2301.13856, Theorem 3.1)."""
+    arXiv 2301.13856, Theorem 3.1).
+    """
     clip = {"clip": 1e-9} if estimator == "trig" else {}  # a clipped estimate is biased
     for norm in (0.5, 1.0):
         mech, x, y, found = samples(norm, estimator=estimator, draw=draw, **clip)
@@ -158,7 +164,8 @@ def test_gauges_do_not_bias(estimator, gauge):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_variance_is_the_closed_form(estimator, features):
     """Sample variance over N iid draws, at |x|, |y| ≤ 0.35 where fourth moments are moderate.
-    Its own standard error is estimated from the sample's fourth moment. At two M: 1/M."""
+    Its own standard error is estimated from the sample's fourth moment. At two M: 1/M.
+    """
     mech, x, y, found = samples(
         0.35, features=features, heads=4001, estimator=estimator, draw="iid"
     )
@@ -173,7 +180,8 @@ def test_variance_is_the_closed_form(estimator, features):
 
 def test_coupled_draws_do_not_vary_more():
     """Orthogonal and simplex draws against the iid closed form, never above it; and at |z| = 0.5,
-    where one block of D saves about a tenth, below it beyond doubt."""
+    where one block of D saves about a tenth, below it beyond doubt.
+    """
     for norm, clear in ((0.35, True), (1.0, False)):
         for draw in ("orthogonal", "simplex"):
             mech, x, y, found = samples(
@@ -278,7 +286,8 @@ def gauge_data(B=2, H=6, KV=3, L=19, S=23):
 @pytest.mark.parametrize("kind", GAUGES)
 def test_a_gauge_is_an_identity(kind):
     """x·y + λ + (row constant) = scale·q·k to float64 rounding: amplified by |T|·|T^-1|, which
-    is below 1e3 here: 1e3·D·1e-16 < 1e-12."""
+    is below 1e3 here: 1e3·D·1e-16 < 1e-12.
+    """
     q, k = gauge_data()
     scale = 0.37
     root = math.sqrt(scale)
@@ -298,7 +307,8 @@ def test_a_gauge_is_an_identity(kind):
 
 def test_balance_makes_both_covariances_one_diagonal():
     """With the jitter in them, T(Σ_q + j_q)Tᵀ = T^-ᵀ(Σ_k + j_k)T^-1 = S exactly; without it, up
-    to the jitter's share of the smallest eigenvalue."""
+    to the jitter's share of the smallest eigenvalue.
+    """
     q, k = gauge_data()
     stats = moments(q, k)
     gauge = make_gauge("balance", stats, 1.0)
@@ -312,7 +322,9 @@ def test_balance_makes_both_covariances_one_diagonal():
     # S minimises E|x|² + E|y|² over T: twice the nuclear norm of L_kᵀL_q.
     eye = torch.eye(D, dtype=F64)
     lower = [
-        torch.linalg.cholesky(c + JITTER * c.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * eye)
+        torch.linalg.cholesky(
+            c + JITTER * c.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * eye
+        )
         for c in (stats.cov_q, stats.cov_k)
     ]
     nuclear = torch.linalg.svdvals(lower[1].mT @ lower[0]).sum(-1)
@@ -396,14 +408,15 @@ STATISTICS = ("tokens", "mean_q", "mean_k", "cov_q", "cov_k")
 @pytest.mark.parametrize("L", [31, 17])
 def test_calibration_in_parts_equals_calibration_at_once(L):
     """Any split along batch or calls gives the moments of all tokens together; masked ones do
-    not count. Tolerance: sums of ≤ 200 float64, combined at most 6 times."""
+    not count. Tolerance: sums of ≤ 200 float64, combined at most 6 times.
+    """
     q, k = gauge_data(B=6, L=L, S=31)
     mask = torch.rand(6, 31, generator=torch.Generator().manual_seed(2)) > 0.3
     mask[4] = False  # one batch without any key
 
     def calibrate(parts, order=1):
         mech = build(6, kv=3, features=6, gauge="balance", statistics="calibrated")
-        for part in [slice(a, b) for a, b in zip(parts, parts[1:], strict=False)][::order]:
+        for part in [slice(a, b) for a, b in itertools.pairwise(parts)][::order]:
             mech.calibrate(q[part], k[part], key_mask=mask[part])
         return mech
 
@@ -430,7 +443,9 @@ def test_calibration_lifecycle():
         lambda: mech.prefill(q, k, v),
         lambda: mech.partial(q, k, v),
     ):
-        with pytest.raises(sq.CalibrationError, match=r"needs calibrate\(q, k\) before the first call"):
+        with pytest.raises(
+            sq.CalibrationError, match=r"needs calibrate\(q, k\) before the first call"
+        ):
             call()
     mech.calibrate(q, k, key_mask=torch.zeros(2, 23, dtype=torch.bool))
     with pytest.raises(sq.CalibrationError):  # no key has been seen
@@ -468,7 +483,8 @@ def test_compiled_right_after_loading():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_module_in_half_precision_counts_and_balances_exactly(dtype):
     """Counts stay integers beyond 65504, and T·T^-1 = 1 to float32 rounding: 2^-24·D·cond(T),
-    cond(T) < 1e3 here."""
+    cond(T) < 1e3 here.
+    """
     mech = build(1, features=6, dtype=torch.float32, gauge="balance", statistics="calibrated")
     mech = mech.to(dtype)
     q = randn(1, 1, 70001, D, seed=17, dtype=dtype)
@@ -491,7 +507,9 @@ def test_statistics_of_the_call_are_refused_where_they_would_leak():
             ("prefill", lambda: mech.prefill(q, q, q)),  # noqa: B023
             ("step", lambda: mech.step(q, q, q, None)),  # noqa: B023
         ):
-            with pytest.raises(sq.UnsupportedError, match="leak the future; use statistics=calibrated") as caught:
+            with pytest.raises(
+                sq.UnsupportedError, match="leak the future; use statistics=calibrated"
+            ) as caught:
                 call()
             assert "softmax" in caught.value.alternatives or request != "causal"
             assert caught.value.alternatives and "These do:" in str(caught.value)
@@ -519,7 +537,7 @@ def test_redraw():
         mech.weights(q, q)  # looking is no training call
         assert torch.equal(mech.projection, other.projection)
         draws.append(mech.projection.clone())
-    same = [torch.equal(a, b) for a, b in zip(draws, draws[1:], strict=False)]
+    same = [torch.equal(a, b) for a, b in itertools.pairwise(draws)]
     assert torch.equal(draws[0], first)
     assert same == [True, True, False, True, True, False, True, True]  # three calls a draw
     assert mech.projection.data_ptr() == address
@@ -570,7 +588,8 @@ def test_every_head_has_its_own_draw_and_the_seed_decides():
 def test_clipped_rows_stay_within_their_bound(causal, clip):
     """|cos| ≤ 1, so that |Σ_j w_j cos_ij v_j| ≤ max|v|·Σ_j w_j, and the normaliser is at least
     clip·Σ_j w_j: |out| ≤ max|v|/clip, for any input. float32 rounding of ≤ 131·12 terms adds
-    1e-4 of it. The inputs are large, and some rows do leave the hull of v (the clip is needed)."""
+    1e-4 of it. The inputs are large, and some rows do leave the hull of v (the clip is needed).
+    """
     q, k = (randn(2, 3, 131, D, seed=n, size=4.0, dtype=torch.float32) for n in (18, 19))
     v = randn(2, 3, 131, 7, seed=20, dtype=torch.float32)
     for options in ({"estimator": "trig"}, {"estimator": "trig", "gauge": "balance"}):
@@ -595,7 +614,7 @@ def test_clipped_rows_stay_within_their_bound(causal, clip):
 
 
 def distance(q, k):
-    return (q[..., :, None, :] - k[..., None, :, :])
+    return q[..., :, None, :] - k[..., None, :, :]
 
 
 SIMILARITIES = {
@@ -604,7 +623,7 @@ SIMILARITIES = {
     "laplace": ({"lengthscale": 1.3}, lambda d, q, k: (-d.abs().sum(-1) / 1.3).exp()),
     "matern": (
         {"nu": 1.5, "lengthscale": 1.1},
-        lambda d, q, k: (1 + 3**0.5 * d.norm(dim=-1) / 1.1) * (-(3**0.5) * d.norm(dim=-1) / 1.1).exp(),
+        lambda d, q, k: (1 + (t := 3**0.5 * d.norm(dim=-1) / 1.1)) * (-t).exp(),
     ),
 }
 
@@ -623,7 +642,8 @@ def spectral_case(spectral, exact, dim, scale=0.49, weigh=None):
     kernel = exact(distance(x, y), x, y)
     wanted = kernel @ v / kernel.sum(-1, keepdim=True)
     w = (-spectral.log_gamma(y)).exp()
-    kappa = kernel * (spectral.log_beta(x)[..., None] + spectral.log_gamma(y)[..., None, :] - spectral.log_mass).exp()
+    decay = spectral.log_beta(x)[..., None] + spectral.log_gamma(y)[..., None, :]
+    kappa = kernel * (decay - spectral.log_mass).exp()
     epsilon = math.sqrt(2 * math.log(2 * 77 / 1e-9) / (spectral.features // 2))
     room = (w[..., None, :] * kappa).sum(-1) - epsilon * w.sum(-1, keepdim=True)
     assert (room > mech.config.clip * w.sum(-1, keepdim=True)).all(), "the clip might bind"
@@ -655,13 +675,23 @@ def test_spectral_estimators_converge_to_their_kernel(name):
     spectral_case(spectral, exact, 3)
 
 
-def test_a_similarity_that_is_no_function_of_the_distance():
-    """exp(q·k) by the general recipe: two frequencies, a phase, decays β and γ, periodic."""
-    spectral = sq.features.spectral(
-        lambda x, y: (x * y).exp(), 1.0, 1.0, dim=2, features=2**18, separable=True, dtype=F64
-    )
-    assert spectral.phase.abs().max() >= 0 and not torch.equal(spectral.omega_q, -spectral.omega_k)
-    spectral_case(spectral, lambda d, q, k: (q @ k.mT).exp(), 2)
+@pytest.mark.parametrize(
+    ("sim", "exact"),
+    [
+        (lambda x, y: (x * y).exp(), lambda d, q, k: (q @ k.mT).exp()),
+        # Attends to what lies 0.7 further on: F is complex, phases and Z matter.
+        (
+            lambda x, y: (-(x - y + 0.7).square() / 2).exp(),
+            lambda d, q, k: (-(d + 0.7).square().sum(-1) / 2).exp(),
+        ),
+    ],
+    ids=["softmax", "shifted"],
+)
+def test_a_similarity_that_is_no_function_of_the_distance(sim, exact):
+    """The general recipe: two frequencies, a phase, decays β and γ, Z."""
+    spectral = sq.features.spectral(sim, 1.0, 1.0, dim=2, features=2**18, separable=True, dtype=F64)
+    assert not torch.equal(spectral.omega_q, -spectral.omega_k)
+    spectral_case(spectral, exact, 2)
 
 
 def test_spectral_options():
@@ -707,7 +737,8 @@ def test_wrong_options(options, message):
 
 def test_all_problems_are_reported_at_once():
     with pytest.raises(sq.OptionError) as caught:
-        build(features=7, estimator="trig", draw="none", norms="l2", clip=2.0, redraw=-1, spread=1.0)
+        wrong = {"draw": "none", "norms": "l2", "clip": 2.0, "redraw": -1, "spread": 1.0}
+        build(features=7, estimator="trig", **wrong)
     for text in ("must be even", "draw", "norms", "clip=2.0", "redraw=-1", "spread is an option"):
         assert text in str(caught.value)
 
@@ -721,7 +752,7 @@ def test_a_scale_that_cannot_be_split_is_refused(scale):
 
 def test_spread_of_the_proposal():
     """derf's variance along eigenvectors of the second moment is 1 + spread·λ; unbiased still."""
-    mech, x, y, found = samples(0.5, estimator="derf", spread=2.0, draw="iid")
+    mech, _, _, found = samples(0.5, estimator="derf", spread=2.0, draw="iid")
     gauge = mech._gauge(None, None, None, math.sqrt(0.7))
     omega, _ = mech._proposal(mech.projection, gauge)
     drawn = omega.flatten(0, 1)
@@ -738,7 +769,8 @@ def test_spread_of_the_proposal():
 
 def test_a_learned_module_is_an_estimator():
     """Its parameters are the mechanism's, get gradients, move and load with it; and a module in
-    half precision is called in its own dtype."""
+    half precision is called in its own dtype.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 6, dtype=F64), nn.Softplus())
     mech = build(2, features=6, estimator=net)
@@ -774,14 +806,15 @@ def test_partials_of_trig_merge_where_the_clip_does_not_bind(gauge):
     mask[0, :11] = False
     whole = mech(*leaves, key_mask=mask)
     cuts = (slice(0, 11), slice(11, 12), slice(12, 23))
-    parts = [
-        mech.partial(leaves[0], leaves[1][:, :, c], leaves[2][:, :, c], key_mask=mask[:, c]) for c in cuts
-    ]
+
+    def partial(mech, c):
+        return mech.partial(leaves[0], leaves[1][:, :, c], leaves[2][:, :, c], key_mask=mask[:, c])
+
+    parts = [partial(mech, c) for c in cuts]
     free = build(6, kv=3, features=64, estimator="trig", clip=1e-9, **options)
     free.load_state_dict(mech.state_dict())
     for c, part in zip(cuts, parts, strict=True):  # the clip does not bind
-        other = free.partial(leaves[0], leaves[1][:, :, c], leaves[2][:, :, c], key_mask=mask[:, c])
-        assert torch.equal(part.den, other.den)
+        assert torch.equal(part.den, partial(free, c).den)
     merged = sq.merge(parts)
     close(merged, whole, 1e-9)  # normalisers ≥ 0.3 of the mass: rounding 1e-14, amplified by 3
     cotangent = randn(*whole.shape, seed=24)

@@ -52,7 +52,8 @@ def peer_features(mech, q, k, eps=0.0):
 
 def peer_causal(fq, fk, v, **options):
     """Its `chunk_size` is handed to `Tensor.chunk`, as the number of chunks: 1 is the whole."""
-    return peer.causal_linear_attention_noncuda(fq, fk, v, **{"chunk_size": 1, "eps": 0.0, **options})
+    options = {"chunk_size": 1, "eps": 0.0, **options}
+    return peer.causal_linear_attention_noncuda(fq, fk, v, **options)
 
 
 def close(found, wanted, tolerance):
@@ -64,14 +65,16 @@ def close(found, wanted, tolerance):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_same_projection_same_output_and_gradients(dtype, causal):
     """To 1e-5 (issue 2). float32: exponents up to 20, five roundings each, 20·5·2^-24 = 6e-6 of a
-    weight at worst; typical errors are far smaller. float64: 1e-5·2^-29, taken as 1e-12."""
+    weight at worst; typical errors are far smaller. float64: 1e-5·2^-29, taken as 1e-12.
+    """
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     mech, (q, k, v) = case(dtype)
     fq, fk = peer_features(mech, q, k)
     theirs = peer_causal(fq, fk, v) if causal else peer.linear_attention(fq, fk, v)
     ours = mech(q, k, v, causal=causal)
     close(ours, theirs, tolerance)
-    cotangent = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(ours.shape, generator=generator, dtype=F64).to(dtype)
     for a, b in zip(
         torch.autograd.grad(ours, (q, k, v), cotangent),
         torch.autograd.grad(theirs, (q, k, v), cotangent),
@@ -103,7 +106,8 @@ def test_generalised_kernel():
 
 def test_peer_masks_values_only():
     """Its attention layer zeroes v at padded keys: they stay in the normaliser, so that outputs
-    shrink, by a factor of the padding's share; and NaN in a padded key reaches everything."""
+    shrink, by a factor of the padding's share; and NaN in a padded key reaches everything.
+    """
     mech, (q, k, v) = case(F64)
     mask = (torch.arange(L) < 53).expand(B, L)
     closed = ~mask[:, None, :, None]
@@ -122,7 +126,8 @@ def test_peer_masks_values_only():
 
 def test_peer_leaks_the_future_through_its_epsilon():
     """Its key maximum is taken over the whole sequence and eps is added relative to it: in
-    causal mode a last key of large norm changes all earlier outputs. With eps = 0 it cancels."""
+    causal mode a last key of large norm changes all earlier outputs. With eps = 0 it cancels.
+    """
     mech, leaves = case(F64)
     q, k, v = (t.detach() for t in leaves)
     other = k.clone()
@@ -139,7 +144,8 @@ def test_peer_leaks_the_future_through_its_epsilon():
 
 def test_peer_epsilon_flattens_attention():
     """At D = 64 and N(0, 1) inputs nearly all key features lie below its default epsilon
-    relative to the maximum over the sequence: attention moves toward the mean of the values."""
+    relative to the maximum over the sequence: attention moves toward the mean of the values.
+    """
     mech = sq.build("performer", head_dim=64, num_heads=1, features=256, dtype=F64)
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(1, 1, 257, 64, generator=generator, dtype=F64) for _ in range(3))
@@ -156,7 +162,8 @@ def test_peer_epsilon_flattens_attention():
 
 def test_peer_causal_normaliser_has_an_epsilon():
     """eps = 1e-6 is added to Σφ(k) where features themselves may be smaller: a first row, whose
-    output is v_0 exactly, shrinks. Its key features are ≤ M^-½ relative to the largest key."""
+    output is v_0 exactly, shrinks. Its key features are ≤ M^-½ relative to the largest key.
+    """
     mech, leaves = case(F64, size=3.0)
     q, k, v = (t.detach() for t in leaves)
     fq, fk = peer_features(mech, q, k)
@@ -171,7 +178,8 @@ def test_peer_causal_normaliser_has_an_epsilon():
 
 def test_peer_chunk_size_is_a_chunk_count(monkeypatch):
     """`t.chunk(chunk_size)`: its default of 128 makes up to 128 chunks, here 69 of 2 tokens,
-    where 2 chunks of 128 were meant. The result is the same; the memory is not what it says."""
+    where 2 chunks of 128 were meant. The result is the same; the memory is not what it says.
+    """
     mech, leaves = case(F64)
     q, k, v = (t.detach() for t in leaves)
     fq, fk = peer_features(mech, q, k)

@@ -85,7 +85,9 @@ class Map(Protocol):
         self, x: Tensor, work: Workspace, name: str, offset: Tensor | None = None
     ) -> Tensor: ...
 
-    def pullback(self, x: Tensor, value: Tensor, cotangent: Tensor) -> Tensor: ...
+    def pullback(
+        self, x: Tensor, value: Tensor, cotangent: Tensor, out: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class Workspace:
@@ -193,14 +195,16 @@ class LinearMap:
         self.activation.value(u, value)
         return value
 
-    def pullback(self, x: Tensor, value: Tensor, cotangent: Tensor) -> Tensor:
+    def pullback(
+        self, x: Tensor, value: Tensor, cotangent: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         if self.activation is not None:
             cotangent = self.activation.pullback(value, cotangent)
         if self.gradients[0] is not None:
             self.gradients[0].baddbmm_(x.transpose(1, 2), cotangent)
         if self.gradients[1] is not None:
             self.gradients[1].add_(cotangent.sum(1, keepdim=True))
-        return torch.bmm(cotangent, self.back)
+        return _product(cotangent, self.back, out)
 
     def collect(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of weight and bias in their shapes, summed over the batch if shared."""
@@ -233,7 +237,9 @@ class FunctionMap:
         value = value * LOG2E if self.log else value.clone()
         return value if offset is None else value.add_(offset)
 
-    def pullback(self, x: Tensor, value: Tensor, cotangent: Tensor) -> Tensor:
+    def pullback(
+        self, x: Tensor, value: Tensor, cotangent: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             result = self.function(x.unflatten(0, (-1, self.heads))).flatten(0, 1)
@@ -245,7 +251,8 @@ class FunctionMap:
                 gradient, total = next(rest), self.gradients[index]
                 if gradient is not None:
                     self.gradients[index] = gradient if total is None else total + gradient
-        return torch.zeros_like(x) if found[0] is None else found[0]
+        x_bar = torch.zeros_like(x) if found[0] is None else found[0]
+        return x_bar if out is None else out.copy_(x_bar)
 
 
 # ---- one call -----------------------------------------------------------------------------
@@ -394,6 +401,20 @@ class Result:
     state: tuple[Tensor, Tensor, Tensor, Tensor]
     history: tuple[Tensor, Tensor, Tensor]
     flags: Tensor  # (N, G, L): rows redone in log space (log) or clipped (plain)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+
+
+def _window(p: Problem, tensor: Tensor, i: int, j: int) -> Tensor | None:
+    """Tokens i..j of a contiguous (B, Kv, n, X) as a writable (N, j − i, X).
+
+    None where a result needs another dtype or a regrouping first: then it is copied.
+    """
+    if tensor.dtype != p.dtype or tensor.shape[1] != p.kv:
+        return None
+    return tensor.flatten(0, 1)[:, i:j]
 
 
 def _rows_dot(matrix: Tensor, vector: Tensor) -> Tensor:
@@ -690,8 +711,9 @@ def backward(
         j = min(i + step, p.absorb)
         x, y, weight, closed = p.key(i, j)
         phi, key_weight = _key_features_at(p, x, weight, c)
-        bar = torch.bmm(y, s_bar_t, out=p.work.get("bar", *phi.shape)).add_(z_bar_t)
-        y_bar = torch.bmm(phi if key_weight is None else phi * key_weight, grads.s)
+        bar = torch.baddbmm(z_bar_t, y, s_bar_t, out=p.work.get("bar", *phi.shape))
+        weighted = phi if key_weight is None else phi * key_weight
+        y_bar = _product(weighted, grads.s, _window(p, grads.v, i, j))
         if p.log:
             bar.mul_(phi)
         elif key_weight is not None:
@@ -716,9 +738,10 @@ class _Outer:
         self.den_bar = None if den_bar is None else den_bar.unsqueeze(-1).unflatten(1, split)
 
     def rows(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        den = self._take(self.den, i, j)
-        g = self._take(self.out_bar, i, j) / den.masked_fill(den == 0, math.inf)
-        delta = (g * self._take(self.out, i, j)).sum(-1, keepdim=True).neg_()
+        den, bar = self._take(self.den, i, j), self._take(self.out_bar, i, j)
+        g = self.p.work.get("g", *bar.shape)
+        torch.div(bar, den.masked_fill(den == 0, math.inf), out=g)
+        delta = torch.linalg.vecdot(g, self._take(self.out, i, j)).unsqueeze(-1).neg_()
         if self.den_bar is not None:
             delta.add_(self._take(self.den_bar, i, j))
         return g, delta
@@ -742,8 +765,10 @@ def _query_pullback(
     p: Problem, grads: Gradients, i: int, j: int, x: Tensor, phi: Tensor, bar: Tensor
 ) -> None:
     """Writes q̄ of queries i..j; `bar` is the cotangent of ln φ_q (log) or φ_q."""
-    q_bar = p.query_map.pullback(x, phi, bar)
-    grads.q.unflatten(1, (p.kv, p.groups))[:, :, :, i:j] = p.split(q_bar)
+    target = _window(p, grads.q, i, j)
+    q_bar = p.query_map.pullback(x, phi, bar, target)
+    if target is None:
+        grads.q.unflatten(1, (p.kv, p.groups))[:, :, :, i:j] = p.split(q_bar)
 
 
 def _key_pullback(
@@ -754,7 +779,8 @@ def _key_pullback(
 
     A plain map's φ_k is ψ_k times its weight, so that the log-weight's cotangent is ψ̄·ψ.
     """
-    x_bar = p.key_map.pullback(x, phi, bar)
+    target = _window(p, grads.k, i, j)
+    x_bar = p.key_map.pullback(x, phi, bar, target)
     if p.weighted:
         weight_bar = (bar if p.log else bar * phi).sum(-1, keepdim=True)
         if closed is not None:
@@ -764,9 +790,12 @@ def _key_pullback(
         if grads.key_bias is not None:
             grads.key_bias[:, :, i:j] = weight_bar.view(-1, p.kv, j - i)
     if closed is not None:
-        x_bar, y_bar = x_bar.masked_fill(closed, 0.0), y_bar.masked_fill(closed, 0.0)
-    grads.k[:, :, i:j] = x_bar.view(-1, p.kv, j - i, x_bar.shape[-1])
-    grads.v[:, :, i:j] = y_bar.view(-1, p.kv, j - i, p.value)
+        x_bar.masked_fill_(closed, 0.0)
+        y_bar.masked_fill_(closed, 0.0)
+    if target is None:
+        grads.k[:, :, i:j] = x_bar.view(-1, p.kv, j - i, x_bar.shape[-1])
+    if _window(p, grads.v, i, j) is None:
+        grads.v[:, :, i:j] = y_bar.view(-1, p.kv, j - i, p.value)
 
 
 def _causal_backward(
@@ -796,9 +825,10 @@ def _causal_backward(
     bar = torch.bmm(pair, phi_k, out=p.work.get("bar", *phi_q.shape))
     bar.baddbmm_(g, (s * decay).transpose(1, 2))
     bar.addcmul_(delta, (z * decay).transpose(1, 2)).mul_(phi_q)
-    key_bar = torch.bmm(y, grads.s.transpose(1, 2), out=p.work.get("key_bar", *phi_k.shape))
-    key_bar.add_(grads.z.transpose(1, 2)).baddbmm_(pair.transpose(1, 2), phi_q).mul_(phi_k)
-    y_bar = torch.bmm(phi_k, grads.s).baddbmm_(inner.transpose(1, 2), g)
+    key_bar = p.work.get("key_bar", *phi_k.shape)
+    torch.baddbmm(grads.z.transpose(1, 2), y, grads.s.transpose(1, 2), out=key_bar)
+    key_bar.baddbmm_(pair.transpose(1, 2), phi_q).mul_(phi_k)
+    y_bar = _product(phi_k, grads.s, _window(p, grads.v, i, j)).baddbmm_(inner.transpose(1, 2), g)
     grads.s.baddbmm_(phi_q.transpose(1, 2), g).mul_(decay)
     grads.z.add_(_columns_dot(phi_q, delta)).mul_(decay)
     if some:
@@ -847,7 +877,7 @@ def _plain_causal_backward(
     bar = torch.bmm(pair, psi_k)
     bar.add_((torch.bmm(g, s.transpose(1, 2)) + delta * z.transpose(1, 2)) * fade)
     state_bar = torch.bmm(y, grads.s.transpose(1, 2)).add_(grads.z.transpose(1, 2))
-    state_y = torch.bmm(psi_k, grads.s)
+    state_y = _product(psi_k, grads.s, _window(p, grads.v, i, j))
     if key_weight is not None:
         state_bar.mul_(key_weight)
         state_y.mul_(key_weight)
