@@ -30,7 +30,7 @@ def test_settings_cover_every_estimator_draw_norm_and_gauge():
                for s in SETTINGS}  # fmt: skip
     assert {(e, d) for e in ESTIMATORS for d in DRAWS} <= crossed
     seen = {value for s in SETTINGS for value in dict(s.options).values()}
-    assert {*NORMS[1:], *GAUGES[1:], 0.001, 0.1, 2.0} <= seen
+    assert {*NORMS[1:], *GAUGES[1:], 0.001, 0.01, 2.0} <= seen
     assert len(LABELS) == len(SETTINGS)
 
 

@@ -115,23 +115,22 @@ def test_a_missing_peer_is_a_stated_skip(monkeypatch):
     assert "pip install 'subquad[peers]'" in reason
 
 
-def _times(**seconds):
-    cells = [(False, False, 4096), (False, False, 16384), (False, True, 16384)]
-    cells += [(True, False, 4096), (True, False, 2048)]
-    return {(name, *cell): [s] * 3 for name, s in seconds.items() for cell in cells}
-
-
 def test_floors():
     peer = speed.PEER
-    times = _times(performer=1.0, SDPA=11.0) | _times(**{peer: 3.0})
+    seconds = {"SDPA": 11.0, peer: 3.0}
+
+    def fresh(floor):
+        return None if floor.length == 2048 else [[1.0] * 3, [seconds[floor.rival]] * 3]
+
     memory = [{"name": "performer", "causal": False, "length": 65536, "units": 4.2}]
-    rows = speed._floors(times, memory)
+    rows = speed._floors(fresh, memory)
     assert len(rows) == 8
     found = {row["floor"]: (row["measured"], row["ok"]) for row in rows}
     assert found["bidirectional forward, 4k: at least 10× faster than SDPA"] == (11.0, True)
     assert found[f"bidirectional forward, 4k: at least 2× faster than {peer}"] == (3.0, True)
     assert found[f"bidirectional forward, 16k: at least 3.5× faster than {peer}"] == (3.0, False)
     assert found["bidirectional training step, 64k: at most 4.5 × |q| beyond inputs"] == (4.2, True)
+    assert found[f"causal forward, 2k: at least 15× faster than {peer}"] == (None, None)
     causal = found["causal training step, 64k: at most 5.5 × |q| beyond inputs"]
     assert causal == (None, None)
 
@@ -163,6 +162,13 @@ def test_memory_of_a_training_step_in_a_child_process():
     # output and three gradients cannot be avoided; a causal call keeps a state every 128 tokens
     units = speed.peak_memory("performer", True, 2**14, SIZES)
     assert 3.9 <= units <= 12
+
+
+def test_a_floor_is_timed_in_a_process_of_its_own():
+    floor = speed.Floor(True, False, 512, 1.0, speed.SDPA)
+    ours, theirs = speed.fresh_times("performer", floor, SIZES, 3)
+    assert len(ours) == len(theirs) == 3
+    assert min(ours + theirs) > 0
 
 
 def test_machine_is_named():

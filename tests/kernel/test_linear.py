@@ -42,11 +42,6 @@ def randn(*shape, seed, size=1.0, dtype=F64):
     return (size * torch.randn(shape, generator=generator, dtype=F64)).to(dtype)
 
 
-def flawed(value, reason):
-    """A parameter with a known bug; to be removed with it."""
-    return pytest.param(value, marks=pytest.mark.xfail(strict=True, reason=reason))
-
-
 def features(x, w, b, activation):
     """φ (B, n-heads, n, M) of x, heads of w and b repeated by the caller."""
     u = x @ w
@@ -272,7 +267,6 @@ def test_half_precision_inputs_are_summed_in_float32(activation, absorb):
         close(a, b, 1.1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason="LinearMap._own: b taken for W")
 def test_gradients_of_a_bias_for_each_row_beside_a_shared_weight():
     t = tensors(13, 17, "exp", 5, rows=False, bias=True, state=False)
     t["bq"] = randn(B, KV, 5, seed=50).requires_grad_()
@@ -557,7 +551,7 @@ def test_saved_memory_of_the_mechanisms():
         assert grown <= token * (1291 - 269), spec
 
 
-@pytest.mark.parametrize("functions", [False, flawed(True, "_Functions saves under no_grad")])
+@pytest.mark.parametrize("functions", [False, True])
 def test_nothing_is_kept_where_no_gradient_is_wanted(functions, monkeypatch):
     """Under no_grad and inference_mode the chunk states are not stored, even for inputs that
     require gradients; with gradients they are.
@@ -660,7 +654,7 @@ def test_gradients_without_saving_are_refused():
 
 @pytest.mark.parametrize(
     "estimator",
-    ["positive", flawed(nn.Softplus(), "_Functions.backward runs under autocast")],
+    ["positive", nn.Softplus()],
 )
 def test_backward_inside_autocast(estimator):
     """`loss.backward()` inside the autocast block gives the same gradients as outside."""
@@ -678,7 +672,6 @@ def test_backward_inside_autocast(estimator):
     assert torch.equal(*results)
 
 
-@pytest.mark.xfail(strict=True, reason="Problem.chunk divides by the number of rows")
 def test_empty_batch():
     q = torch.zeros(0, 2, 5, 3)
     assert sq.attention(q, q, q, "performer").shape == (0, 2, 5, 3)
@@ -791,7 +784,6 @@ def test_repair_of_a_log_function():
     close(free[0, 0], wanted, 6.4e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="FunctionMap.pullback differentiates a constant")
 def test_a_flat_function_passes_no_gradient():
     """A step function is a valid feature map; its derivative is zero, not an error."""
     q = randn(1, 1, 5, 3, seed=0).requires_grad_()
@@ -801,7 +793,6 @@ def test_a_flat_function_passes_no_gradient():
     assert not q.grad.any() and v.grad.any()
 
 
-@pytest.mark.xfail(strict=True, reason="query_features subtracts −∞ from −∞")
 def test_features_that_are_all_zero_give_zeros():
     """ln φ = −∞ everywhere is a query that no key matches: zeros, as for plain maps."""
     q = torch.tensor([[-1.0], [1.0]]).view(1, 1, 2, 1)

@@ -638,7 +638,7 @@ def spectral_case(spectral, exact, dim, scale=0.49, weigh=None):
     q, k = (0.8 * unit(1, 2, n, dim, seed=s) / math.sqrt(scale) for n, s in ((7, 21), (11, 22)))
     v = randn(1, 2, 11, 3, seed=23)
     x, y = q * math.sqrt(scale), k * math.sqrt(scale)
-    mech = build(2, dim=dim, features=spectral.features, estimator=spectral)
+    mech = build(2, dim=dim, features=spectral.features, estimator=spectral, clip=0.01)
     kernel = exact(distance(x, y), x, y)
     wanted = kernel @ v / kernel.sum(-1, keepdim=True)
     w = (-spectral.log_gamma(y)).exp()
@@ -646,8 +646,8 @@ def spectral_case(spectral, exact, dim, scale=0.49, weigh=None):
     kappa = kernel * (decay - spectral.log_mass).exp()
     epsilon = math.sqrt(2 * math.log(2 * 77 / 1e-9) / (spectral.features // 2))
     room = (w[..., None, :] * kappa).sum(-1) - epsilon * w.sum(-1, keepdim=True)
-    assert (room > mech.config.clip * w.sum(-1, keepdim=True)).all(), "the clip might bind"
-    bound = 2 * epsilon * w.sum(-1, keepdim=True) * v.abs().max() / room
+    seen = w.sum(-1, keepdim=True)
+    bound = 2 * epsilon * seen * v.abs().max() / room
     for causal in (False, True):
         if causal:
             kernel, v, y = kernel[..., :7].tril(), v[:, :, :7], y[:, :, :7]
@@ -657,7 +657,10 @@ def spectral_case(spectral, exact, dim, scale=0.49, weigh=None):
             room = (w[..., None, :] * kappa).tril().sum(-1) - epsilon * seen
             bound = 2 * epsilon * seen * v.abs().max() / room
         out = mech(q, k[:, :, : v.shape[2]], v, scale=scale, causal=causal)
-        assert ((out - wanted).abs().amax(-1) <= bound).all()
+        sure = room > 2 * mech.config.clip * seen  # elsewhere the clip might bind: no bound
+        assert sure.all() or causal
+        assert sure.double().mean() > 0.3
+        assert ((out - wanted).abs().amax(-1) <= bound + 1e-12)[sure].all()
         uniform = (v.mean(2, keepdim=True) - wanted).abs().max()
         assert (out - wanted).abs().max() < uniform / 3 or causal
     part = mech.partial(q, k, randn(1, 2, 11, 3), scale=scale)
@@ -700,8 +703,10 @@ def test_spectral_options():
         build(features=12, estimator=spectral)
     with pytest.raises(sq.OptionError, match="must equal the SpectralMap's 12"):
         build(dim=3, features=14, estimator=spectral)
-    with pytest.raises(sq.OptionError, match="redraw has no effect on a SpectralMap"):
+    with pytest.raises(sq.OptionError, match="redraw, draw and norms have no effect"):
         build(dim=3, features=12, estimator=spectral, redraw=2)
+    with pytest.raises(sq.OptionError, match="redraw, draw and norms have no effect"):
+        build(dim=3, features=12, estimator=spectral, draw="iid")
 
 
 # ---- (g) options --------------------------------------------------------------------------

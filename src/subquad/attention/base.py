@@ -295,6 +295,8 @@ class Mechanism(nn.Module, ABC):
         """
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
+        if q.shape[0] == 0:  # an empty batch
+            return v.new_zeros(*lead, *q.shape[1:3], v.shape[-1])
         with _own_precision(q):
             out = self._attend(q, k, v, joined, self._scale(scale))
         return out.reshape(*lead, *out.shape[1:])

@@ -136,7 +136,7 @@ def _trig_pullback(value: Tensor, cotangent: Tensor) -> Tensor:
 
 
 def _elu(x: Tensor, out: Tensor) -> None:
-    out.copy_(torch.nn.functional.elu(x)).add_(1.0)
+    out.copy_(torch.where(x > 0, x + 1.0, x.exp()))
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -159,7 +159,8 @@ class LinearMap:
         self.log = activation == "exp"
         self.activation = None if self.log else ACTIVATIONS[activation]
         self.features = weight.shape[-1] * (self.activation.expand if self.activation else 1)
-        self.batch, self.shared = batch, weight.dim() == 3
+        self.batch = batch
+        self.shared = weight.dim() == 3, bias is not None and bias.dim() == 2
         unit = LOG2E if self.log else 1.0
         self.weight = self._rows(weight.to(dtype) * unit)
         self.back = self._rows(weight.to(dtype)).transpose(1, 2)
@@ -210,14 +211,14 @@ class LinearMap:
         """Gradients of weight and bias in their shapes, summed over the batch if shared."""
         weight, bias = self.gradients
         if weight is not None:
-            weight = self._own(weight)
+            weight = self._own(weight, self.shared[0])
         if bias is not None:
-            bias = self._own(bias).squeeze(-2)
+            bias = self._own(bias, self.shared[1]).squeeze(-2)
         return weight, bias
 
-    def _own(self, gradient: Tensor) -> Tensor:
+    def _own(self, gradient: Tensor, shared: bool) -> Tensor:
         gradient = gradient.unflatten(0, (self.batch, -1))
-        return gradient.sum(0) if self.shared else gradient
+        return gradient.sum(0) if shared else gradient
 
 
 class FunctionMap:
@@ -243,6 +244,8 @@ class FunctionMap:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             result = self.function(x.unflatten(0, (-1, self.heads))).flatten(0, 1)
+            if not result.requires_grad:  # a step function: flat everywhere
+                return torch.zeros_like(x) if out is None else out.zero_()
             inputs = (x, *(p for p in self.parameters if p.requires_grad))
             found = torch.autograd.grad(result, inputs, cotangent, allow_unused=True)
         rest = iter(found[1:])
@@ -344,7 +347,7 @@ class Problem:
         """
         if causal:
             return 64 if self.features <= 64 else 128
-        return max(128, min(1024, 4096 // self.rows))
+        return max(128, min(1024, 4096 // max(1, self.rows)))
 
     # -- features of a chunk
 
@@ -366,7 +369,8 @@ class Problem:
         u = self.query_map.apply(x, self.work, "q", c if self.log else None)
         if not self.log:
             return u, c.expand(u.shape[0], u.shape[1], 1)
-        top = u.amax(-1, keepdim=True)
+        # A row of −∞ (φ_q = 0) stays 0; 2·EMPTY lies below every sum of two finite logarithms.
+        top = u.amax(-1, keepdim=True).clamp_min_(2.0 * EMPTY)
         return u.sub_(top).exp2_(), top
 
     def lower(self, matrix: Tensor) -> Tensor:
@@ -617,7 +621,7 @@ def _log_space(
     later = torch.arange(u_k.shape[1], device=u_k.device) > position[:, None]
     pairs.masked_fill_(later[..., None], -math.inf)
     past = u_q + c[:, 0]
-    top = torch.maximum(pairs.amax((1, 2)), past.amax(1))[:, None]
+    top = torch.maximum(pairs.amax((1, 2)), past.amax(1))[:, None].clamp_min_(2.0 * EMPTY)
     return pairs.sub_(top[..., None]).exp2_(), (past - top).exp2_(), top
 
 

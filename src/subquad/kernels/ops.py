@@ -211,10 +211,11 @@ def linear_attention(
 
 class _Functions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, make: Any, q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None,
-                s: Tensor | None, z: Tensor | None, *parameters: Tensor) -> Any:  # fmt: skip
+    def forward(ctx: Any, make: Any, save: bool, q: Tensor, k: Tensor, v: Tensor,
+                key_bias: Tensor | None, s: Tensor | None, z: Tensor | None,
+                *parameters: Tensor) -> Any:  # fmt: skip
         p = make(q, k, v, key_bias, s, z)
-        r = forward(p, save=any(ctx.needs_input_grad))
+        r = forward(p, save)
         ctx.set_materialize_grads(False)
         ctx.make, ctx.has_state, ctx.count = make, s is not None, len(parameters)
         ctx.save_for_backward(q, k, v, key_bias, s, z, r.out, r.den, *r.state, *r.history, r.flags)
@@ -230,12 +231,14 @@ class _Functions(torch.autograd.Function):
         result = Result(out, den, den, (s, z, c, mass), (hs, hz, hc), flags)
         if out_bar is None:
             out_bar = torch.zeros_like(out)
-        g: Gradients = backward(p, result, out_bar, den_bar, s_bar, z_bar, ctx.needs_input_grad[4])
+        with torch.autocast(q.device.type, enabled=False):  # backward() may run inside autocast
+            need = ctx.needs_input_grad[5]
+            g: Gradients = backward(p, result, out_bar, den_bar, s_bar, z_bar, need)
         states = (g.s, g.z) if ctx.has_state else (None, None)
         totals = [
             _add(a, b) for a, b in zip(p.query_map.gradients, p.key_map.gradients, strict=True)
         ]
-        return None, g.q, g.k, g.v, g.key_bias, *states, *totals
+        return None, None, g.q, g.k, g.v, g.key_bias, *states, *totals
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -263,6 +266,8 @@ def linear_attention_functions(
         return Problem(q, k, v, query_map, key_map, bias, key_mask, full, 0.0, clip, absorb)
 
     s, z = (None, None) if state is None else state[:2]
+    tensors = (q, k, v, key_bias, s, z, *parameters)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     run: Callable[..., Any] = _Functions.apply
-    out, den, scale, s, z, c, mass = run(make, q, k, v, key_bias, s, z, *parameters)
+    out, den, scale, s, z, c, mass = run(make, save, q, k, v, key_bias, s, z, *parameters)
     return out, den, scale, (s, z, c, mass)

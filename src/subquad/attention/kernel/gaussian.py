@@ -188,11 +188,18 @@ class Gaussian(KernelMechanism):
         self._set_placed(True)
 
     @torch.no_grad()
-    def calibrate(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> None:
+    def calibrate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> None:
         """Takes the anchors from queries and keys: a sample of them or k-means centres.
 
         Each head has its own; masked keys, and the queries at their positions where L = S,
-        are left out.
+        are left out. `scale` is that of the calls to come: anchors lie among √scale·q, √scale·k.
 
         Raises:
             OptionError: if the options take no anchors from data.
@@ -209,6 +216,7 @@ class Gaussian(KernelMechanism):
                 if q.shape[2] == k.shape[2]:
                     queries = queries[mask.key[:, None].expand(queries.shape[:-1])]
             rows = torch.cat([queries.reshape(-1, self.head_dim), keys.reshape(-1, self.head_dim)])
+            rows = rows * math.sqrt(self._scale(scale))
             generator = torch.Generator().manual_seed(self.seed + head)
             m = self.config.features
             if self.config.anchors == "sample":

@@ -53,7 +53,8 @@ class PerformerConfig(Config):
     """Options of the Performer; they combine freely, exceptions are reported.
 
     Args:
-        features: M, number of random features. The error falls like M^-½.
+        features: M, number of random features. The error falls like M^-½ once M exceeds the
+            kernel's relative variance exp(|x+y|²) − 1.
         estimator: a name in `ESTIMATORS`, a `subquad.features.SpectralMap`, or a function
             f ≥ 0 with φ(x) = f(ω·x), elementwise or a module (generalised attention).
         draw: directions of ω: iid, orthogonal (blocks of D), simplex.
@@ -62,8 +63,9 @@ class PerformerConfig(Config):
         statistics: where gauge, oprf and derf take their moments: "call" (each call's own
             queries and keys; bidirectional only) or "calibrated" (`Performer.calibrate`).
         redraw: draw ω anew every so many training calls; None never. Never in eval.
+            Recomputation by activation checkpointing counts as a call: do not combine them.
         spread: derf's proposal has variance 1 + spread·λ along an eigenvector of
-            E[(x+y)(x+y)ᵀ] with eigenvalue λ; None takes the optimum for Gaussian data.
+            E[(x+y)(x+y)ᵀ] with eigenvalue λ; None takes the closed form of FAVOR#.
         clip: least normaliser of signed estimators (trig, spectral) as a share of the keys'
             total weight; such a row's output shrinks instead of exploding.
     """
@@ -78,7 +80,7 @@ class PerformerConfig(Config):
     statistics: str = "call"
     redraw: int | None = None
     spread: float | None = None
-    clip: float = 0.01
+    clip: float = 0.1
 
     def problems(self) -> Iterator[str]:
         yield from integer_problem("features", self.features, 1)
@@ -104,8 +106,8 @@ class PerformerConfig(Config):
         if self.gauge != "none" and not self.approximates_softmax:
             yield f"gauge={self.gauge!r} changes this kernel: gauges leave only softmax unchanged"
         if isinstance(self.estimator, SpectralMap):
-            if self.redraw is not None:
-                yield "redraw has no effect on a SpectralMap, whose frequencies are fixed"
+            if (self.redraw, self.draw, self.norms) != (None, "orthogonal", "chi"):
+                yield "redraw, draw and norms have no effect on a SpectralMap: its ω are fixed"
             if self.estimator.features != self.features:
                 wanted = self.estimator.features
                 yield f"features={self.features} must equal the SpectralMap's {wanted}"
@@ -187,7 +189,7 @@ class Performer(KernelMechanism):
             "worse than none), centre, balance",
             "statistics": "moments for gauge, oprf, derf: call (bidirectional only) or calibrated",
             "redraw": "draw ω anew every so many training calls; none never",
-            "spread": "derf: proposal variance 1 + spread·λ; none takes the optimum",
+            "spread": "derf: proposal variance 1 + spread·λ; none takes the closed form",
             "clip": "least normaliser of signed estimators, as a share of the keys' weight",
         },
         deviations="no epsilon in the features; own draw per key/value head; no redraw in eval",
@@ -368,7 +370,7 @@ class Performer(KernelMechanism):
         assert second is not None
         second, epsilon = second.double(), omega.double()
         if self.config.estimator == "oprf":
-            # One variance for all directions, optimal for φ = E|x+y|² / D (2205.15317, Thm 3.3).
+            # One variance for all directions, from λ = E|x+y|²/D (arXiv 2205.15317).
             level = second.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None]
             variance = _optimal_variance(level)
             drawn = epsilon * variance[..., None].sqrt()
@@ -528,9 +530,10 @@ class Performer(KernelMechanism):
 
 
 def _optimal_variance(level: Tensor) -> Tensor:
-    """Variance of the Gaussian proposal that minimises the estimator's variance.
+    """Variance of the Gaussian proposal that minimises E log(second moment) over z = x + y.
 
-    For z = x + y with E z² = `level` along a direction: 1 − 4A with
-    A = (1 − 2λ − √((2λ+1)² + 8λ))/16; 1 at λ = 0, about λ + 3/2 for large λ.
+    With E z² = `level` = λ along a direction: 1 − 4A, A = (1 − 2λ − √((2λ+1)² + 8λ))/16; 1 at
+    λ = 0, about λ + 3/2 for large λ. The second moment itself would be dominated by the
+    largest z; its mean logarithm is what 2205.15317 (OPRF) and 2302.00787 (DERF) minimise.
     """
     return (3.0 + 2.0 * level + ((2.0 * level + 1.0).square() + 8.0 * level).sqrt()) / 4.0
