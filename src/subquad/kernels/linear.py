@@ -331,7 +331,7 @@ class Problem:
             x, y = x.masked_fill(closed, 0.0), y.masked_fill(closed, 0.0)
         weight = None
         if self.quad != 0.0:
-            weight = torch.linalg.vecdot(x, x).unsqueeze(-1).mul_(-self.quad * LOG2E)
+            weight = _dot(self, x, x).mul_(-self.quad * LOG2E)
         if self.key_bias is not None:
             bias = self.key_bias[:, :, i:j].reshape(self.rows, j - i, 1).to(self.dtype) * LOG2E
             weight = bias if weight is None else weight.add_(bias)
@@ -421,9 +421,14 @@ def _window(p: Problem, tensor: Tensor, i: int, j: int) -> Tensor | None:
     return tensor.flatten(0, 1)[:, i:j]
 
 
-def _rows_dot(matrix: Tensor, vector: Tensor) -> Tensor:
-    """matrix (N, n, M) × vector (N, M, 1): five times faster than `bmm` on a single column."""
-    return torch.linalg.vecdot(matrix, vector.transpose(1, 2)).unsqueeze(-1)
+def _dot(p: Problem, a: Tensor, b: Tensor) -> Tensor:
+    """Σ_m a_nm b_nm (N, n, 1) of (N, n, M) and (N, n or 1, M).
+
+    Five times faster than `bmm` on a single column, and without a fresh temporary, whose
+    page faults would cost more than the arithmetic.
+    """
+    product = torch.mul(a, b, out=p.work.get("dot", *a.shape))
+    return product.sum(-1, keepdim=True)
 
 
 def _columns_dot(matrix: Tensor, vector: Tensor) -> Tensor:
@@ -479,7 +484,7 @@ def forward(p: Problem, save: bool) -> Result:
     for i in range(0, p.answered, step):
         j = min(i + step, p.answered)
         phi, top = p.query_features(p.query(i, j), c)
-        part = _rows_dot(phi, z)
+        part = _dot(p, phi, z.transpose(1, 2))
         if p.clip:
             _flag(flags, i, j, part < p.clip * mass)
             part = torch.maximum(part, p.clip * mass)
@@ -529,7 +534,7 @@ def _causal(
         phi_q, top = p.query_features(queries, new)
         p.lower(torch.bmm(phi_q, phi_k.transpose(1, 2), out=inner))
         faded = z * decay
-        den = inner.sum(-1, keepdim=True).add_(_rows_dot(phi_q, faded))
+        den = inner.sum(-1, keepdim=True).add_(_dot(p, phi_q, faded.transpose(1, 2)))
         num = torch.bmm(inner, y, out=p.work.get("out", p.rows, rows, p.value))
         low = den < TINY
         if bool(low.any()):  # needs the state before it is rescaled
@@ -557,7 +562,7 @@ def _causal(
         pair, fade, top = weights
         inner.mul_(pair)
         row_mass = mass * fade + pair.sum(-1, keepdim=True)
-    den = inner.sum(-1, keepdim=True) + _rows_dot(phi_q, z) * fade
+    den = inner.sum(-1, keepdim=True) + _dot(p, phi_q, z.transpose(1, 2)) * fade
     num = torch.bmm(inner, y)
     num.add_(torch.bmm(phi_q, s) * fade)
     bad = None
@@ -745,7 +750,7 @@ class _Outer:
         den, bar = self._take(self.den, i, j), self._take(self.out_bar, i, j)
         g = self.p.work.get("g", *bar.shape)
         torch.div(bar, den.masked_fill(den == 0, math.inf), out=g)
-        delta = torch.linalg.vecdot(g, self._take(self.out, i, j)).unsqueeze(-1).neg_()
+        delta = _dot(self.p, g, self._take(self.out, i, j)).neg_()
         if self.den_bar is not None:
             delta.add_(self._take(self.den_bar, i, j))
         return g, delta
