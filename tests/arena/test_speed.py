@@ -7,6 +7,7 @@ import torch
 
 from subquad import registry
 from subquad.arena import speed
+from subquad.arena.machine import machine, machine_line
 from subquad.arena.speed import Contender, Sizes
 
 SIZES = Sizes(heads=2, head_dim=16, features=32)
@@ -172,11 +173,11 @@ def test_a_floor_is_timed_in_a_process_of_its_own():
 
 
 def test_machine_is_named():
-    where = speed.machine(threads=1)
+    where = machine(threads=1)
     assert where["torch"] == torch.__version__
     assert where["slug"].endswith("core-cpu")
     assert set(where["slug"]) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
-    assert where["cpu"] in speed.machine_line(where)
+    assert where["cpu"] in machine_line(where)
 
 
 def test_a_small_run_from_check_to_picture(tmp_path):

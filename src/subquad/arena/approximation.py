@@ -52,7 +52,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from subquad import registry
-from subquad.arena.speed import COLOURS, figure, label_ends, machine, machine_line
+from subquad.arena.figures import COLOURS, figure, label_ends
+from subquad.arena.machine import machine, machine_line
 from subquad.attention.kernel.engine import LinearFeatures
 from subquad.attention.kernel.performer import Performer
 from subquad.errors import OptionError

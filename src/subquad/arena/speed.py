@@ -36,7 +36,6 @@ import itertools
 import json as json_module
 import math
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -45,7 +44,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +52,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from subquad import registry
+from subquad.arena.figures import COLOURS, figure, label_ends
+from subquad.arena.machine import machine, machine_line
 from subquad.attention.base import Absent, Mechanism
 from subquad.errors import CalibrationError, UnsupportedError
 
@@ -916,35 +916,6 @@ def _crossovers(times: dict[Key, list[float]]) -> list[dict[str, Any]]:
     return rows
 
 
-def machine(threads: int) -> dict[str, Any]:
-    """CPU, versions and date of a measurement, and a file name for the kind of machine."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-        cpu = found[1].strip() if found else cpu
-    cores = os.cpu_count() or 1
-    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", cpu.lower())).strip("-")
-    return {
-        "cpu": cpu,
-        "cores": cores,
-        "threads": threads,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "slug": f"{slug}-{cores}core-cpu",
-    }
-
-
-def machine_line(where: dict[str, Any]) -> str:
-    """One line for the foot of a table or a picture."""
-    return (
-        f"{where['cpu']}, {where['threads']} of {where['cores']} cores, "
-        f"torch {where['torch']}, {where['date']}"
-    )
-
-
 # ---- table and picture ---------------------------------------------------------------------
 
 
@@ -1047,76 +1018,6 @@ def table(result: dict[str, Any]) -> str:
         "without the child processes."
     )
     return "\n".join(lines) + "\n"
-
-
-COLOURS = {
-    "black": "#000000",
-    "orange": "#E69F00",
-    "sky": "#56B4E9",
-    "green": "#009E73",
-    "blue": "#0072B2",
-    "vermilion": "#D55E00",
-    "purple": "#CC79A7",
-    "grey": "#777777",
-}
-"""Okabe and Ito's palette: told apart with any common colour blindness."""
-
-
-def figure(width: float, height: float, rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
-    """A matplotlib figure that needs no display, and its axes as a 2-D array.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    page = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(page)
-    axes = page.subplots(rows, columns, squeeze=False, **options)
-    for axis in axes.flat:
-        axis.grid(True, which="major", color="#dddddd", linewidth=0.7)
-        axis.set_axisbelow(True)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    return page, axes
-
-
-def label_ends(axis: Any, ends: list[tuple[float, float, str, str]], size: float = 8.5) -> None:
-    """Names lines at their right ends, (x, y, text, colour), moved apart so as not to overlap.
-
-    Call it when the limits of the axis are final.
-    """
-    page = axis.figure
-    page.draw_without_rendering()
-    height, width = size * 1.25 * page.dpi / 72, size * 9 * page.dpi / 72
-    starts = [axis.transData.transform((x, y)) for x, y, _, _ in ends]
-    spots = [float(start[1]) for start in starts]
-    order = sorted(range(len(ends)), key=spots.__getitem__)
-    for _ in range(300):  # labels that cover each other push each other away
-        moved = False
-        for place, low in enumerate(order):
-            for high in order[place + 1 :]:
-                overlap = height - (spots[high] - spots[low])
-                if overlap > 0.1 and abs(starts[high][0] - starts[low][0]) < width:
-                    spots[low] -= overlap / 2
-                    spots[high] += overlap / 2
-                    moved = True
-        if not moved:
-            break
-    for (_, _, text, colour), (x, y), spot in zip(ends, starts, spots, strict=True):
-        axis.annotate(
-            text,
-            xy=(x, y),
-            xycoords="figure pixels",
-            xytext=(x + 0.06 * page.dpi, spot),
-            textcoords="figure pixels",
-            color=colour,
-            fontsize=size,
-            va="center",
-            annotation_clip=False,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.6},
-        )
 
 
 def _styles(names: Sequence[str]) -> dict[str, tuple[str, str, float]]:

@@ -19,13 +19,18 @@ app = typer.Typer(
     epilog="Example: [bold]subquad bench speed --quick[/bold]",
 )
 
-_Out = Annotated[Path, typer.Option(help="Folder for the results.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder for the results; default: benchmarks/results/ and the machine."),
+]
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
-_RESULTS = Path("benchmarks/results")
 
 
-def _run(module: str, out: Path, quick: bool, as_json: bool) -> None:
+def _run(module: str, out: Path | None, quick: bool, as_json: bool) -> None:
+    from subquad.arena.machine import machine
+
     runner: Any = importlib.import_module(f"subquad.arena.{module}")
+    out = out or Path("benchmarks/results") / machine(threads=1)["slug"]
     echo = echo_to_stderr if as_json else typer.echo
     result = runner.run(out=out, quick=quick, json=as_json, echo=echo)
     if as_json:
@@ -33,12 +38,12 @@ def _run(module: str, out: Path, quick: bool, as_json: bool) -> None:
 
 
 @app.command("speed", epilog="Example: [bold]subquad bench speed --quick --json[/bold]")
-def speed(out: _Out = _RESULTS, quick: _Quick = False, as_json: Json = False) -> None:
+def speed(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
     """Time and memory of attention calls, interleaved, one thread."""
     _run("speed", out, quick, as_json)
 
 
 @app.command("approximation", epilog="Example: [bold]subquad bench approximation --quick[/bold]")
-def approximation(out: _Out = _RESULTS, quick: _Quick = False, as_json: Json = False) -> None:
+def approximation(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
     """Error of every estimator against the number of features, beside uniform attention."""
     _run("approximation", out, quick, as_json)
