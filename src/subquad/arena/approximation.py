@@ -313,7 +313,7 @@ def relative_second_moment(dim: int, variance: float = 1.0) -> float:
     >>> relative_second_moment(16)
     inf
     >>> round(relative_second_moment(17, 1.0))
-    153687
+    9163170543771
     """
     s = dim**-0.5
     if variance <= 0.5 or 4.0 * s >= 2.0 * variance - 1.0:
