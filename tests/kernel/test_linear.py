@@ -487,7 +487,7 @@ def saved_bytes(call):
 def test_saved_memory(kind, causal):
     """What a token adds to what is saved, in float32, B = 1 and one head:
 
-    q, k: 2·D;  v, out: 2·V;  den: 1;  flags: 1 byte;  key_bias: 1; key mask: 1 byte;
+    q, k: 2·D;  v, out: 2·V;  den, scale: 2;  flags: 1 byte;  key_bias: 1; key mask: 1 byte;
     causal: a state M·(V + 1) + M each C = 128 tokens (M > 64).
     An O(L·M) tensor would add 4·M bytes more a token, an O(L·L) one 4·L: both are far above.
     """
@@ -515,7 +515,7 @@ def test_saved_memory(kind, causal):
 
     short, long = 256, 1280  # multiples of C, so that the number of states is exact
     grown = saved_bytes(lambda: call(long)) - saved_bytes(lambda: call(short))
-    token = 4 * (2 * d + 2 * width + 1 + 1) + 1 + 1
+    token = 4 * (2 * d + 2 * width + 2 + 1) + 1 + 1
     chunks = 4 * M * (width + 2) / step if causal else 0
     bound = (token + chunks) * (long - short)
     assert token + chunks < 4 * M / 5  # the bound excludes anything of size L·M
@@ -546,7 +546,7 @@ def test_saved_memory_of_the_mechanisms():
             return (mech(*leaves),)
 
         grown = saved_bytes(lambda: call(1291)) - saved_bytes(lambda: call(269))
-        token = 4 * (2 * d + 2 * width + 2 + 4 * d + 4) + 2
+        token = 4 * (2 * d + 2 * width + 3 + 4 * d + 4) + 2
         assert token < 4 * M / 5
         assert grown <= token * (1291 - 269), spec
 

@@ -25,7 +25,7 @@ log-weight with a running maximum.
 
 Sums and states are float32 (float64 for float64 inputs), whatever the inputs are.
 Cost O((L+S)·M·(D+V)), causal + O(L·C·(M+V)) for chunks of C tokens; saved for the backward
-pass: inputs, output, one normaliser a row and one state a causal chunk.
+pass: inputs, output, normaliser and scale of each row, and one state a causal chunk.
 
 Algorithm: Choromanski et al. 2021, arXiv 2009.14794 (eq. 5, 6); Katharopoulos et al. 2020,
 arXiv 2006.16236 (eq. 5–12). The per-feature running maximum is ours.
@@ -364,13 +364,16 @@ class Problem:
         new = torch.maximum(c, weight.amax(1, keepdim=True))
         return u, new, torch.exp2(weight - new)
 
-    def query_features(self, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        """(φ_q, log2 scale of the row)."""
+    def query_features(
+        self, x: Tensor, c: Tensor, top: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(φ_q, log2 scale of the row); the backward pass knows the scale, `top`."""
         u = self.query_map.apply(x, self.work, "q", c if self.log else None)
         if not self.log:
             return u, c.expand(u.shape[0], u.shape[1], 1)
         # A row of −∞ (φ_q = 0) stays 0; 2·EMPTY lies below every sum of two finite logarithms.
-        top = u.amax(-1, keepdim=True).clamp_min_(2.0 * EMPTY)
+        if top is None:
+            top = u.amax(-1, keepdim=True).clamp_min_(2.0 * EMPTY)
         return u.sub_(top).exp2_(), top
 
     def lower(self, matrix: Tensor) -> Tensor:
@@ -704,7 +707,7 @@ def backward(
         j = min(i + step, p.answered)
         x = p.query(i, j)
         g, delta = outer.rows(i, j)
-        phi, _ = p.query_features(x, c)
+        phi, _ = p.query_features(x, c, outer.scales(i, j))
         if p.clip:
             delta = delta.masked_fill(result.flags[:, :, i:j].reshape(p.rows, -1, 1), 0.0)
         bar = torch.bmm(g, s_t, out=p.work.get("bar", *phi.shape))
@@ -743,6 +746,7 @@ class _Outer:
         self.p = p
         self.out = result.out.unflatten(1, split)
         self.den = result.den.unsqueeze(-1).unflatten(1, split)
+        self.scale = result.scale.unsqueeze(-1).unflatten(1, split)
         self.out_bar = out_bar.unflatten(1, split)
         self.den_bar = None if den_bar is None else den_bar.unsqueeze(-1).unflatten(1, split)
 
@@ -754,6 +758,9 @@ class _Outer:
         if self.den_bar is not None:
             delta.add_(self._take(self.den_bar, i, j))
         return g, delta
+
+    def scales(self, i: int, j: int) -> Tensor:
+        return self._take(self.scale, i, j)
 
     def _take(self, tensor: Tensor, i: int, j: int) -> Tensor:
         part = tensor[:, :, :, i:j]

@@ -108,8 +108,8 @@ def _linear_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, wq: Tensor, bq: Tensor | None, wk: Tensor,
     bk: Tensor | None, key_bias: Tensor | None, key_mask: Tensor | None, c0: Tensor | None,
     activation: str, quad: float, clip: float, absorb: int, out: Tensor, den: Tensor,
-    s: Tensor, z: Tensor, c: Tensor, mass: Tensor, hs: Tensor, hz: Tensor, hc: Tensor,
-    flags: Tensor, out_bar: Tensor, den_bar: Tensor | None, s_bar: Tensor | None,
+    scale: Tensor, s: Tensor, z: Tensor, c: Tensor, mass: Tensor, hs: Tensor, hz: Tensor,
+    hc: Tensor, flags: Tensor, out_bar: Tensor, den_bar: Tensor | None, s_bar: Tensor | None,
     z_bar: Tensor | None, need: list[bool],
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
@@ -120,7 +120,7 @@ def _linear_attention_backward(
     # Only the scale c0 of an incoming state matters here: it turns S̄ into that of S0.
     state = None if c0 is None else (s, z, c0, mass)
     p = Problem(q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb)
-    result = Result(out, den, den, (s, z, c, mass), (hs, hz, hc), flags)
+    result = Result(out, den, scale, (s, z, c, mass), (hs, hz, hc), flags)
     with torch.autocast(q.device.type, enabled=False):
         g = backward(p, result, out_bar, den_bar, s_bar, z_bar, need[4])
     empty = [q.new_empty(0) for _ in range(5)]
@@ -134,7 +134,7 @@ def _linear_attention_backward(
 @_linear_attention_backward.register_fake
 def _shapes_backward(*inputs: Any) -> tuple[Tensor, ...]:
     q, k, v, wq, bq, wk, bk, key_bias, *_ = inputs
-    s, z, need = inputs[16], inputs[17], inputs[-1]
+    s, z, need = inputs[17], inputs[18], inputs[-1]
     optional = (
         q.new_empty(tensor.shape if wanted else (0,), dtype=s.dtype if wanted else q.dtype)
         for tensor, wanted in zip((wq, bq, wk, bk, key_bias), need, strict=True)
@@ -149,11 +149,11 @@ def _shapes_backward(*inputs: Any) -> tuple[Tensor, ...]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     (q, k, v, wq, bq, wk, bk, key_bias, key_mask, s0, _, c0, _, *options) = inputs
-    out, den, _, *rest = output
+    out, den, scale, *rest = output
     if not options[-1]:
         raise RuntimeError("linear attention was called without save=True but needs gradients")
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, wq, bq, wk, bk, key_bias, key_mask, c0, out, den, *rest)
+    ctx.save_for_backward(q, k, v, wq, bq, wk, bk, key_bias, key_mask, c0, out, den, scale, *rest)
     ctx.options = options[:-1]
     ctx.has_state = s0 is not None
 
@@ -218,17 +218,19 @@ class _Functions(torch.autograd.Function):
         r = forward(p, save)
         ctx.set_materialize_grads(False)
         ctx.make, ctx.has_state, ctx.count = make, s is not None, len(parameters)
-        ctx.save_for_backward(q, k, v, key_bias, s, z, r.out, r.den, *r.state, *r.history, r.flags)
+        results = (r.out, r.den, r.scale, *r.state, *r.history, r.flags)
+        ctx.save_for_backward(q, k, v, key_bias, s, z, *results)
         ctx.mark_non_differentiable(r.scale, r.state[2], r.state[3])
         return r.out, r.den, r.scale, *r.state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, out_bar: Tensor | None, den_bar: Tensor | None, _: Any,
-                 s_bar: Tensor | None, z_bar: Tensor | None, *rest: Any) -> Any:  # fmt: skip
-        q, k, v, key_bias, s0, z0, out, den, s, z, c, mass, hs, hz, hc, flags = ctx.saved_tensors
+                 s_bar: Tensor | None, z_bar: Tensor | None, *unused: Any) -> Any:  # fmt: skip
+        q, k, v, key_bias, s0, z0, out, den, scale, *rest = ctx.saved_tensors
+        s, z, c, mass, hs, hz, hc, flags = rest
         p = ctx.make(q, k, v, key_bias, s0, z0)
-        result = Result(out, den, den, (s, z, c, mass), (hs, hz, hc), flags)
+        result = Result(out, den, scale, (s, z, c, mass), (hs, hz, hc), flags)
         if out_bar is None:
             out_bar = torch.zeros_like(out)
         with torch.autocast(q.device.type, enabled=False):  # backward() may run inside autocast
