@@ -90,7 +90,8 @@ def test_padding(spec):
     laws.other_padding(spec)
 
 
-@pytest.mark.parametrize("spec", with_capability("partial"))
+# With statistics of the call each part takes its own: parts add, but not to the whole call.
+@pytest.mark.parametrize("spec", [spec for spec in with_capability("partial") if _frozen(spec)])
 def test_partials(spec):
     laws.partials(spec)
 

@@ -41,9 +41,10 @@ def test_materialised_features_are_what_the_mechanism_computes(label):
     mechanism = _build(LABELS[label], 14, 3, 5).double()
     rows = torch.tensor([0, 7, 22])
     kernel, attention = study.implied(mechanism, q, k, rows)
+    # float64: 14 features × 23 keys, exponents ≤ 50, a clip of 0.1: 1e-16·322·50·10 ≈ 2e-11
     torch.testing.assert_close(attention, mechanism.weights(q, k, rows=rows), rtol=1e-9, atol=1e-12)
     if LABELS[label].softmax and "trig" not in label:
-        # the partial sum over keys of the same estimate; trig's is clipped there
+        # the partial sum over keys of the same estimate; trig's may have no logarithm
         part = mechanism.partial(q, k, v)
         sums = (part.den.log() + part.log_scale)[..., rows]
         torch.testing.assert_close(kernel.sum(-1).log(), sums, rtol=1e-9, atol=1e-9)
@@ -159,6 +160,7 @@ def test_positive_and_trig_are_each_exact_where_theory_says():
         kernel, _ = study.implied(_build(LABELS[label], 8, 1, 6).double(), q, k, slice(None))
         truth = (q @ k.transpose(-1, -2) * 6**-0.5).exp()
         diagonal = (kernel / truth).diagonal(dim1=-2, dim2=-1)
+        # float64: eight features, exponents ≤ 50: 1e-16·8·50 ≈ 4e-14
         torch.testing.assert_close(diagonal, torch.ones_like(diagonal), rtol=1e-12, atol=0)
 
 

@@ -217,7 +217,7 @@ class _Functions(torch.autograd.Function):
         p = make(q, k, v, key_bias, s, z)
         r = forward(p, save)
         ctx.set_materialize_grads(False)
-        ctx.make, ctx.has_state, ctx.count = make, s is not None, len(parameters)
+        ctx.make, ctx.has_state = make, s is not None
         results = (r.out, r.den, r.scale, *r.state, *r.history, r.flags)
         ctx.save_for_backward(q, k, v, key_bias, s, z, *results)
         ctx.mark_non_differentiable(r.scale, r.state[2], r.state[3])

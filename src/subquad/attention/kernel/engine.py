@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -161,9 +161,11 @@ class KernelMechanism(Mechanism):
         return self._sums(q, k, v, mask, scale)[0]
 
     def _sums(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, clipped: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, FeatureMaps]:
         maps = self._features(q, k, mask, scale)
+        if maps.clip and not clipped:  # a part's normaliser may well be negative: sums add
+            maps = replace(maps, clip=0.0)
         queries, keys = q.shape[2], k.shape[2]
         if isinstance(mask.prefix, Tensor):
             return self._ragged_prefix(maps, q, k, v, mask, mask.prefix)
@@ -193,7 +195,7 @@ class KernelMechanism(Mechanism):
     def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Partial:
         if q.dtype not in (torch.float32, torch.float64):
             q, k, v = q.float(), k.float(), v.float()
-        out, den, log_scale, maps = self._sums(q, k, v, mask, scale)
+        out, den, log_scale, maps = self._sums(q, k, v, mask, scale, clipped=False)
         log_scale = log_scale * LN2
         if maps.query_log is not None:
             log_scale = log_scale + maps.query_log()
