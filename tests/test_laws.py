@@ -30,12 +30,7 @@ def test_parity_other_lengths(spec, kind, queries, keys):
     laws.parity(spec, kind, queries, keys)
 
 
-def _frozen(spec):
-    config = sq.registry.resolve(spec)[1]
-    return not (getattr(config, "uses_moments", False) and config.statistics == "call")
-
-
-@pytest.mark.parametrize("spec", [spec for spec in all_variants() if _frozen(spec)])
+@pytest.mark.parametrize("spec", with_capability("exact_gradient"))
 def test_gradients(spec):
     laws.gradients(spec)
 
@@ -82,16 +77,23 @@ def test_junk_under_the_mask(spec):
     laws.junk(spec)
 
 
-@pytest.mark.parametrize(
-    "spec", [spec for spec in with_capability("key") if capabilities(spec).pad_invariant]
-)
-def test_padding(spec):
+@pytest.mark.parametrize("spec", with_capability("key", "pad_invariant"))
+def test_right_padding(spec):
     laws.right_padding(spec)
+
+
+@pytest.mark.parametrize("spec", with_capability("key", "compact"))
+def test_other_padding(spec):
     laws.other_padding(spec)
 
 
+@pytest.mark.parametrize("spec", with_capability("key"))
+def test_no_key(spec):
+    laws.no_key(spec)
+
+
 # With statistics of the call each part takes its own: parts add, but not to the whole call.
-@pytest.mark.parametrize("spec", [spec for spec in with_capability("partial") if _frozen(spec)])
+@pytest.mark.parametrize("spec", with_capability("partial", "exact_gradient"))
 def test_partials(spec):
     laws.partials(spec)
 

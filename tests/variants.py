@@ -37,9 +37,11 @@ def capabilities(spec):
     return found.capabilities_for(config)
 
 
-def with_capability(name):
-    """Variants that declare a capability."""
-    return [spec for spec in all_variants() if getattr(capabilities(spec), name)]
+def with_capability(*names):
+    """Variants that declare all of these capabilities."""
+    return [
+        spec for spec in all_variants() if all(getattr(capabilities(spec), name) for name in names)
+    ]
 
 
 def make(spec, *, heads=6, kv=3, dim=5, dtype=torch.float64, seed=0, **sizes):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from subquad.errors import (
 )
 from subquad.options import Config
 from subquad.shapes import KeyMask, Keys, Output, Queries, Values, Weights
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Absent", "Capabilities", "Cost", "Info", "Mechanism", "State", "Support"]
 
@@ -67,7 +70,11 @@ class Capabilities:
         qkv: reads q, k, v (False for token mixers).
         functional: has no learned parameters, so that `subquad.attention` takes it.
         pad_invariant: right-padding equals the unpadded call, row by row.
-        reach: which past tokens can influence a token under a causal mask.
+        compact: a row with masked keys anywhere equals the row without those tokens.
+        exact_gradient: gradients are the output's own; absent where a selection or statistics
+            of the call are held fixed.
+        reach: which past tokens can influence a token under a causal mask, in words; in
+            numbers see `Mechanism.reached`.
     """
 
     causal: Support = True
@@ -89,6 +96,8 @@ class Capabilities:
     qkv: bool = True
     functional: Support = True
     pad_invariant: Support = True
+    compact: Support = True
+    exact_gradient: Support = True
     reach: str = "all past tokens"
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -149,19 +158,23 @@ class Info:
 class State:
     """What a mechanism remembers of past keys. Every tensor's first dimension is the batch.
 
-    Subclasses are frozen dataclasses whose fields are tensors, None or numbers. States are
-    values: `step` returns a new one and leaves the old one usable (snapshots are free).
+    Subclasses are frozen dataclasses whose fields are tensors, numbers, None, other states or
+    tuples of these. States are values: `step` returns a new one and leaves the old one usable
+    (snapshots are free).
     """
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        """All tensors by name, ``parts.0.k`` where states are nested."""
+        found: dict[str, Tensor] = {}
+        for field in dataclasses.fields(self):
+            found.update(_tensors(field.name, getattr(self, field.name)))
+        return found
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> State:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A state with `function` applied to every tensor."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return dataclasses.replace(
-            self, **{name: function(tensor) for name, tensor in self.tensors().items()}
+            self, **{name: _map(value, function) for name, value in values.items()}
         )
 
     @property
@@ -169,25 +182,49 @@ class State:
         """Bytes held by all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
-    def select(self, rows: Tensor | Sequence[int]) -> State:
+    def select(self, rows: Tensor | Sequence[int]) -> Self:
         """Keeps batch rows `rows`, in that order (beam reordering)."""
         return self.map(lambda t: t.index_select(0, torch.as_tensor(rows, device=t.device)))
 
-    def repeat(self, n: int) -> State:
+    def repeat(self, n: int) -> Self:
         """Repeats every batch row n times, neighbours first (beam expansion)."""
         return self.map(lambda t: t.repeat_interleave(n, 0))
 
-    def clone(self) -> State:
+    def clone(self) -> Self:
         """A deep copy."""
         return self.map(torch.clone)
 
-    def detach(self) -> State:
+    def detach(self) -> Self:
         """A state cut off from the autograd graph."""
         return self.map(torch.Tensor.detach)
 
-    def to(self, device: torch.device | str) -> State:
+    def to(self, device: torch.device | str) -> Self:
         """A copy on `device`."""
         return self.map(lambda t: t.to(device))
+
+
+def _tensors(name: str, value: Any) -> dict[str, Tensor]:
+    if isinstance(value, Tensor):
+        return {name: value}
+    parts: dict[str, Any] = {}
+    if isinstance(value, State):
+        parts = value.tensors()
+    elif isinstance(value, tuple):
+        parts = {str(index): part for index, part in enumerate(value)}
+    found: dict[str, Tensor] = {}
+    for key, part in parts.items():
+        found.update(_tensors(f"{name}.{key}", part))
+    return found
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, State):
+        return value.map(function)
+    if isinstance(value, tuple):
+        return tuple(_map(part, function) for part in value)
+    return value
 
 
 class Mechanism(nn.Module, ABC):
@@ -400,6 +437,10 @@ class Mechanism(nn.Module, ABC):
         identity = torch.eye(keys, dtype=k.dtype, device=k.device).expand(*k.shape[:-2], keys, keys)
         out = self.forward(q, k, identity, causal=causal, key_mask=key_mask, mask=mask, scale=scale)
         return out if rows is None else out[..., torch.as_tensor(rows, device=out.device), :]
+
+    def reached(self, t: int, length: int) -> Iterable[int]:
+        """Later tokens, of `length`, that k_t and v_t alone influence under a causal mask."""
+        return range(t + 1, length)
 
     def reset_parameters(self) -> None:
         """Draws parameters and random buffers again from the seed (after meta-device init)."""

@@ -245,6 +245,9 @@ class Performer(KernelMechanism):
                 "statistics=calibrated and calibrate()"
             )
             state = own
+        gradient: Support = True
+        if config.uses_moments and config.statistics == "call":
+            gradient = Absent("the call's statistics are held fixed")
         compiled: Support = True
         if config.redraw is not None:
             compiled = Absent("redraw changes buffers by a Python counter")
@@ -258,6 +261,7 @@ class Performer(KernelMechanism):
             prefix=own,
             state=state,
             partial=True,
+            exact_gradient=gradient,
             compile=compiled,
             segments=Absent("one state serves one sequence; call once for each segment"),
             window=Absent("features sum over all keys; a window is sparse attention"),
