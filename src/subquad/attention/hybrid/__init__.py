@@ -1,0 +1,1 @@
+"""Hybrid attention: mechanisms joined over heads, or over parts of the keys."""

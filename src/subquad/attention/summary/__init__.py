@@ -1,0 +1,1 @@
+"""Summary attention: softmax over a few summary keys, and what makes the summaries."""
