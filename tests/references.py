@@ -119,3 +119,17 @@ def ref_gaussian(mech, q, k, v, *, allowed, scale):
     )
     logits = (from_q[:, :, :, None] + from_k[:, :, None]).logsumexp(-1)
     return weighted_mean(logits, v, allowed)
+
+
+def ref_local(mech, q, k, v, *, allowed, scale):
+    """Softmax over keys p_i + d·n, −left ≤ n ≤ right, p_i = i + S − L."""
+    window, steps = mech.config.window, mech.config.dilation
+    left, right = (window, window) if isinstance(window, int) else window
+    queries, keys = q.shape[2], k.shape[2]
+    near = torch.zeros(queries, keys, dtype=torch.bool)
+    for i in range(queries):
+        for n in range(-left, right + 1):
+            j = i + keys - queries + steps * n
+            if 0 <= j < keys:
+                near[i, j] = True
+    return ref_softmax(mech, q, k, v, allowed=allowed & near, scale=scale)

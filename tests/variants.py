@@ -17,6 +17,12 @@ VARIANTS = {
         "performer(features=14, estimator=trig, gauge=balance, statistics=calibrated)",
         "performer(features=13, estimator=derf, gauge=balance, statistics=calibrated)",
     ],
+    "local": [
+        "local(window=5)",
+        "local(window=[7, 2], dilation=3)",
+        "local(window=[0, 3])",
+        "local(window=67)",
+    ],
     "gaussian": [
         "gaussian(features=11)",
         "gaussian(features=7, learned=true, sigma=1.7)",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from subquad.attention.exact.softmax import SoftmaxConfig
     from subquad.attention.kernel.gaussian import GaussianConfig
     from subquad.attention.kernel.performer import PerformerConfig
+    from subquad.attention.sparse.local import LocalConfig
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "DeviceError",
     "DtypeError",
     "GaussianConfig",
+    "LocalConfig",
     "Mask",
     "Mechanism",
     "MultiheadAttention",
@@ -66,6 +68,7 @@ __all__ = [
 _CONFIGS = {
     "AdditiveConfig": "subquad.attention.exact.additive",
     "GaussianConfig": "subquad.attention.kernel.gaussian",
+    "LocalConfig": "subquad.attention.sparse.local",
     "PerformerConfig": "subquad.attention.kernel.performer",
     "SoftmaxConfig": "subquad.attention.exact.softmax",
 }

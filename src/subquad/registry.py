@@ -31,6 +31,7 @@ __all__ = [
 MECHANISMS: dict[str, str] = {
     "softmax": "subquad.attention.exact.softmax:Softmax",
     "additive": "subquad.attention.exact.additive:Additive",
+    "local": "subquad.attention.sparse.local:Local",
     "performer": "subquad.attention.kernel.performer:Performer",
     "gaussian": "subquad.attention.kernel.gaussian:Gaussian",
 }

@@ -60,6 +60,7 @@ class Capabilities:
         cross: queries and keys of different lengths.
         gqa: fewer key/value heads than query heads.
         state: ``"constant"`` or ``"growing"`` memory in `prefill`/`step`, or `Absent`.
+        read: `step` without new keys reads the state (cross-attention).
         partial: `Mechanism.partial` gives sums that merge with those of other keys.
         weights: `Mechanism.weights` gives the implied attention matrix.
         approximates: what the mechanism approximates (``"softmax"``), or None.
@@ -86,6 +87,7 @@ class Capabilities:
     cross: Support = True
     gqa: Support = True
     state: Literal["constant", "growing"] | Absent = Absent("no state is defined")
+    read: Support = True
     partial: Support = Absent("sums over keys are not separable")
     weights: Support = True
     approximates: str | None = None
@@ -402,6 +404,7 @@ class Mechanism(nn.Module, ABC):
         if k is not None and v is not None:
             return self.prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
         self._need("step", self.capabilities.state)
+        self._need("step without new keys", self.capabilities.read)
         if state is None:
             raise ShapeError("step without k and v needs a state to read")
         if key_mask is not None:
@@ -485,7 +488,11 @@ class Mechanism(nn.Module, ABC):
         if isinstance(support, Absent):
             from subquad import registry  # late: the registry imports mechanisms lazily
 
-            capability = {"prefill": "state", "step": "state"}.get(request, request)
+            capability = {
+                "prefill": "state",
+                "step": "state",
+                "step without new keys": "read",
+            }.get(request, request)
             raise UnsupportedError(
                 self.name, request, support.reason, registry.capable(capability, besides=self.name)
             )

@@ -1,0 +1,466 @@
+"""The block engine: softmax over the key blocks that a block of queries reads.
+
+    out_i = Σ_{j ∈ N(i)} exp(scale·q_i·k_j) v_j / Σ_{j ∈ N(i)} exp(scale·q_i·k_j)
+
+Queries are cut into blocks of C. A block reads a contiguous span of keys, sliced and never
+copied, and may read further key blocks, gathered by a table. Scores exist for one block and
+as many heads as fill `SCORE_BYTES`: memory beyond inputs and outputs is O(L) for the
+log-sum-exp, forward and backward, whatever is read. The backward pass computes the scores
+again from the log-sum-exp.
+
+With p_ij = exp(s_ij − lse_i), δ_i = Σ ō_i∘o_i and l̄_i the gradient of lse_i:
+
+    s̄_ij = p_ij (ō_i·v_j − δ_i + l̄_i),   q̄_i = scale·Σ_j s̄_ij k_j,   k̄_j = scale·Σ_i s̄_ij q_i,
+    v̄_j = Σ_i p_ij ō_i
+
+so that parts over disjoint keys merge differentiably (`subquad.attention.partial`).
+
+Cost: 2·L·R·(D+V) FLOPs a head forward, R the keys computed for a query: C + left + right,
+plus C for every entry of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["EMPTY", "Layout", "block_softmax"]
+
+EMPTY = -1e30
+"""Log-sum-exp of a query that reads no key: finite, so that differences are never NaN."""
+
+SCORE_BYTES = 2 * 2**20
+"""Bytes of one chunk of scores: within a core's second-level cache."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which span of keys a block of queries reads.
+
+    Args:
+        block: C, queries of a block.
+        left, right: reach of the span. In tokens: query position p reads keys p − left …
+            p + right. With `aligned`, in whole blocks of C keys around the query's own.
+        aligned: see there; blocks are then cut at positions that C divides.
+        span: whether the span is read at all; False leaves the table alone.
+        causal: no query reads a later key.
+        offset: position of the first query among the keys.
+        dilation: d; the query at p reads keys p + d·n only, and reach counts n. Tokens of one
+            residue class modulo d are then a sequence of their own with a plain window.
+    """
+
+    block: int
+    left: int
+    right: int
+    aligned: bool
+    span: bool
+    causal: bool
+    offset: int
+    dilation: int = 1
+
+    def cuts(self, queries: int) -> Iterator[tuple[int, int, int]]:
+        """(first query, end, position of the block's start) of every block."""
+        start = 0
+        while start < queries:
+            position = start + self.offset
+            own = position - position % self.block if self.aligned else position
+            stop = min(queries, own + self.block - self.offset)
+            yield start, stop, own
+            start = stop
+
+    def keys(self, start: int, stop: int, own: int, keys: int) -> tuple[int, int]:
+        """The span of keys that queries [start, stop) compute; (0, 0) where there is none."""
+        if not self.span:
+            return 0, 0
+        if self.aligned:
+            first = own - self.left * self.block
+            last = own + (self.right + 1) * self.block
+        else:
+            first, last = start + self.offset - self.left, stop + self.offset + self.right
+        if self.causal:
+            last = min(last, stop + self.offset)
+        first, last = max(first, 0), min(last, keys)
+        return (first, last) if first < last else (0, 0)
+
+    def allowed(
+        self, start: int, stop: int, first: int, last: int, device: torch.device
+    ) -> Tensor | None:
+        """bool (queries, keys) of a span, or None where all of it may be read."""
+        low, high = start + self.offset, stop - 1 + self.offset
+        closed_left = not self.aligned and high - self.left > first
+        closed_right = not self.aligned and low + self.right < last - 1
+        closed_causal = self.causal and low < last - 1
+        if not (closed_left or closed_right or closed_causal):
+            return None
+        i = torch.arange(low, high + 1, device=device)[:, None]
+        j = torch.arange(first, last, device=device)
+        right = torch.full_like(i, last) if self.aligned else i + self.right
+        right = torch.minimum(right, i) if self.causal else right
+        allowed = j <= right
+        return allowed if self.aligned else allowed & (j >= i - self.left)
+
+
+class _Problem:
+    """One call with heads as rows: q (B·Hkv, G, L, D), k (B·Hkv, S, D), v (B·Hkv, S, V)."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, key: Tensor | None,
+        segment_q: Tensor | None, segment_k: Tensor | None, layout: Layout, scale: float,
+    ) -> None:  # fmt: skip
+        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.batch, self.kv = k.shape[:2]
+        self.groups = q.shape[1] // self.kv
+        self.queries, self.keys = q.shape[2], k.shape[2]
+        self.q = self.rows(q).unflatten(0, (-1, self.groups))
+        self.k, self.v = self.rows(k), self.rows(v)
+        self.layout, self.scale = layout, scale
+        self.key, self.segment_q, self.segment_k = key, segment_q, segment_k
+        self.table = table
+        if table is not None and self.keys % layout.block:
+            pad = -self.keys % layout.block
+            self.k, self.v = F.pad(self.k, (0, 0, 0, pad)), F.pad(self.v, (0, 0, 0, pad))
+        self.spans: dict[tuple[int, ...], Tensor | None] = {}
+
+    def rows(self, t: Tensor) -> Tensor:
+        """(B, heads, n, ·) → (B·heads, n, ·) in the dtype of the sums."""
+        return t.to(self.dtype).reshape(-1, *t.shape[2:])
+
+    def chunks(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """(first row, end row, first query, end, own position): blocks outermost."""
+        slots = 0 if self.table is None else self.table.shape[-1]
+        for start, stop, own in self.layout.cuts(self.queries):
+            first, last = self.layout.keys(start, stop, own, self.keys)
+            width = last - first + slots * self.layout.block
+            size = (stop - start) * self.groups * max(width, 1) * self.dtype.itemsize
+            step = max(1, SCORE_BYTES // size)
+            for row in range(0, len(self.k), step):
+                yield row, min(row + step, len(self.k)), start, stop, own
+
+    def parts(
+        self, rows: slice, start: int, stop: int, own: int
+    ) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor | None]]:
+        """(where, k, v, allowed or None) of the span and of the table's blocks.
+
+        `where` is a slice of keys, or the (rows·r) indices of key blocks.
+        """
+        first, last = self.layout.keys(start, stop, own, self.keys)
+        if first < last:
+            where = slice(first, last)
+            allowed = self._span(start, stop, first, last)
+            if self._narrowed():
+                allowed = self._narrow(allowed, rows, start, stop, where)
+            yield where, self.k[rows, where], self.v[rows, where], allowed
+        if self.table is not None:
+            yield self._gather(self.table, rows, start, stop, own)
+
+    def _span(self, start: int, stop: int, first: int, last: int) -> Tensor | None:
+        at = start + self.layout.offset  # interior blocks look alike
+        shape = (stop - start, first - at, last - at)
+        if shape not in self.spans:
+            self.spans[shape] = self.layout.allowed(start, stop, first, last, self.k.device)
+        return self.spans[shape]
+
+    def _narrowed(self) -> bool:
+        return self.key is not None or self.segment_q is not None
+
+    def _narrow(
+        self, allowed: Tensor | None, rows: slice, start: int, stop: int, where: slice | Tensor
+    ) -> Tensor:
+        """`allowed` (…, queries, keys) joined with the key mask and the segments, per row.
+
+        `where` is a slice of keys, or their indices (rows, keys).
+        """
+        batch = torch.arange(rows.start, rows.stop, device=self.k.device) // self.kv
+        pick: Any = (batch, where) if isinstance(where, slice) else (batch[:, None], where)
+        if self.key is not None:
+            key = self.key[pick][:, None]
+            allowed = key if allowed is None else allowed & key
+        if self.segment_q is not None and self.segment_k is not None:
+            own = self.segment_q[batch, start:stop, None]
+            same = own == self.segment_k[pick][:, None]
+            allowed = same if allowed is None else allowed & same
+        assert allowed is not None
+        return allowed
+
+    def _gather(
+        self, table: Tensor, rows: slice, start: int, stop: int, own: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        block, count = self.layout.block, rows.stop - rows.start
+        index = (own - self.layout.offset + self.layout.offset % block) // block
+        row = torch.arange(rows.start, rows.stop, device=self.k.device)
+        entries = table[row % table.shape[0], index]  # (rows, r)
+        blocks = self.k.shape[1] // block
+        where = (row[:, None] * blocks + entries.clamp_min(0)).flatten()
+        k, v = (
+            t.reshape(-1, block, t.shape[-1])[where].reshape(count, -1, t.shape[-1])
+            for t in (self.k, self.v)
+        )
+        inner = torch.arange(block, device=self.k.device)
+        tokens = (entries.clamp_min(0)[..., None] * block + inner).flatten(1)  # (rows, r·C)
+        allowed = (entries >= 0).repeat_interleave(block, 1) & (tokens < self.keys)
+        allowed = allowed[:, None]
+        if self.layout.causal:
+            i = torch.arange(start, stop, device=self.k.device) + self.layout.offset
+            allowed = allowed & (tokens[:, None] <= i[:, None])
+        if self._narrowed():
+            tokens = tokens.clamp_max(self.keys - 1)
+            allowed = self._narrow(allowed, rows, start, stop, tokens)
+        return where, k, v, allowed
+
+    def scores(self, q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor:
+        """scale·q kᵀ (rows, G, queries, keys), −∞ where not allowed."""
+        flat = q.flatten(1, 2)
+        if allowed is not None and allowed.dim() == 2 and self.groups == 1:
+            bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, float("-inf"))
+            return torch.baddbmm(bias, flat, k.mT, alpha=self.scale)[:, None]
+        s = torch.bmm(flat * self.scale, k.mT).unflatten(1, (self.groups, -1))
+        if allowed is not None:
+            s.masked_fill_(~(allowed if allowed.dim() == 2 else allowed[:, None]), float("-inf"))
+        return s
+
+
+def forward(p: _Problem, need_lse: bool) -> tuple[Tensor, Tensor]:
+    """out (B·Hkv, G, L, V) and lse (B·Hkv, G, L), in the dtype of the sums."""
+    rows, groups, queries, _ = p.q.shape
+    out = p.q.new_empty(rows, groups, queries, p.v.shape[-1])
+    lse = p.q.new_empty(rows, groups, queries if need_lse else 0)
+    for low, high, start, stop, own in p.chunks():
+        here = slice(low, high)
+        q = p.q[here, :, start:stop]
+        parts = list(p.parts(here, start, stop, own))
+        place = out[here, :, start:stop]
+        if not parts:
+            place.zero_()
+            if need_lse:
+                lse[here, :, start:stop] = EMPTY
+            continue
+        scores = [p.scores(q, k, allowed) for _, k, _, allowed in parts]
+        s = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+        v = parts[0][2] if len(parts) == 1 else torch.cat([part[2] for part in parts], 1)
+        closable = any(allowed is not None for *_, allowed in parts)
+        top = s.amax(-1) if need_lse or closable else None
+        empty = None if top is None or not closable else top == float("-inf")
+        if empty is not None and not bool(empty.any()):
+            empty = None
+        if empty is not None:
+            s.masked_fill_(empty[..., None], 0.0)
+        weights = torch.softmax(s, -1)
+        o = torch.bmm(weights.flatten(1, 2), v).unflatten(1, (groups, -1))
+        if empty is not None:
+            o.masked_fill_(empty[..., None], 0.0)
+        place.copy_(o)
+        if need_lse and top is not None:
+            # The largest weight is exp(top − lse).
+            sums = top - weights.amax(-1).log_()
+            lse[here, :, start:stop] = sums if empty is None else sums.masked_fill_(empty, EMPTY)
+    return out, lse
+
+
+def backward(
+    p: _Problem, out: Tensor, lse: Tensor, out_bar: Tensor, lse_bar: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v with heads as rows; see the module's formulas."""
+    q_bar = torch.zeros_like(p.q)
+    k_bar, v_bar = torch.zeros_like(p.k), torch.zeros_like(p.v)
+    delta = (out_bar * out).sum(-1)
+    if lse_bar is not None:
+        delta = delta - lse_bar
+    for low, high, start, stop, own in p.chunks():
+        here = slice(low, high)
+        q = p.q[here, :, start:stop]
+        g = out_bar[here, :, start:stop].flatten(1, 2)
+        flat = q.flatten(1, 2)
+        shift = lse[here, :, start:stop, None]
+        for where, k, v, allowed in p.parts(here, start, stop, own):
+            w = p.scores(q, k, allowed).sub_(shift).exp_()
+            if allowed is not None:  # exp(−∞ − EMPTY) is 0, but exp(0 − EMPTY) would be ∞
+                w.masked_fill_(shift == EMPTY, 0.0)
+            w = w.flatten(1, 2)
+            s_bar = torch.bmm(g, v.mT)
+            s_bar.sub_(delta[here, :, start:stop].flatten(1, 2)[..., None]).mul_(w)
+            q_bar[here, :, start:stop].add_(
+                torch.bmm(s_bar, k).unflatten(1, (p.groups, -1)), alpha=p.scale
+            )
+            if isinstance(where, slice):
+                k_bar[here, where].baddbmm_(s_bar.mT, flat, alpha=p.scale)
+                v_bar[here, where].baddbmm_(w.mT, g)
+            else:
+                for bar, left, right in ((k_bar, s_bar, flat * p.scale), (v_bar, w, g)):
+                    found = torch.bmm(left.mT, right).reshape(len(where), -1)
+                    bar.view(-1, found.shape[-1]).index_add_(0, where, found)
+    return q_bar, k_bar[:, : p.keys], v_bar[:, : p.keys]
+
+
+# ---- the operators -----------------------------------------------------------------------
+
+
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, key: Tensor | None,
+    segment_q: Tensor | None, segment_k: Tensor | None, block: int, left: int, right: int,
+    aligned: bool, span: bool, causal: bool, offset: int, dilation: int, scale: float,
+) -> _Problem:  # fmt: skip
+    if dilation > 1:
+        front, keys = offset % dilation, k.shape[2]
+        if key is None and keys % dilation:
+            key = k.new_ones(len(k), keys, dtype=torch.bool)
+        key, segment_k = _token_classes(key, dilation, 0), _token_classes(segment_k, dilation, 0)
+        segment_q = _token_classes(segment_q, dilation, front)
+        q, k, v = (_classes(t, dilation, n) for t, n in ((q, front), (k, 0), (v, 0)))
+    layout = Layout(block, left, right, aligned, span, causal, offset // dilation)
+    return _Problem(q, k, v, table, key, segment_q, segment_k, layout, scale)
+
+
+def _classes(t: Tensor, steps: int, front: int) -> Tensor:
+    """(B, H, n, ·) → (B·d, H, ⌈n/d⌉, ·): every d-th token, `front` places left free first."""
+    back = -(t.shape[2] + front) % steps
+    t = F.pad(t, (0, 0, front, back))
+    return t.unflatten(2, (-1, steps)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+
+def _token_classes(t: Tensor | None, steps: int, front: int) -> Tensor | None:
+    return None if t is None else _classes(t[:, None, :, None], steps, front)[:, 0, :, 0]
+
+
+def _tokens(t: Tensor, steps: int, front: int, count: int) -> Tensor:
+    """The inverse of `_classes`."""
+    t = t.unflatten(0, (-1, steps)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    return t[:, :, front : front + count]
+
+
+@torch.library.custom_op("subquad::block_softmax", mutates_args=())
+def _block_softmax(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, key: Tensor | None,
+    segment_q: Tensor | None, segment_k: Tensor | None, block: int, left: int, right: int,
+    aligned: bool, span: bool, causal: bool, offset: int, dilation: int,
+    scale: float, need_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    p = _problem(
+        q, k, v, table, key, segment_q, segment_k, block, left, right, aligned, span, causal,
+        offset, dilation, scale,
+    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = forward(p, need_lse)
+    heads = (-1, q.shape[1])
+    out = out.to(v.dtype).flatten(0, 1).unflatten(0, heads)
+    lse = lse.flatten(0, 1).unflatten(0, heads)
+    if dilation == 1:
+        return out, lse
+    front, queries = offset % dilation, q.shape[2]
+    out = _tokens(out, dilation, front, queries).contiguous()
+    if need_lse:
+        lse = _tokens(lse[..., None], dilation, front, queries)[..., 0].contiguous()
+    return out, lse if need_lse else lse.reshape(*q.shape[:2], -1)
+
+
+@_block_softmax.register_fake
+def _shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
+    q, _, v, *_, need_lse = inputs
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries = q.shape[2] if need_lse else 0
+    return v.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(*q.shape[:2], queries, dtype=sums)
+
+
+@torch.library.custom_op("subquad::block_softmax_backward", mutates_args=())
+def _block_softmax_backward(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, key: Tensor | None,
+    segment_q: Tensor | None, segment_k: Tensor | None, block: int, left: int, right: int,
+    aligned: bool, span: bool, causal: bool, offset: int, dilation: int,
+    scale: float, out: Tensor, lse: Tensor, out_bar: Tensor | None, lse_bar: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    p = _problem(
+        q, k, v, table, key, segment_q, segment_k, block, left, right, aligned, span, causal,
+        offset, dilation, scale,
+    )  # fmt: skip
+
+    front = offset % dilation
+
+    def rows(t: Tensor, shift: int = front) -> Tensor:
+        if dilation > 1:
+            t = _classes(t, dilation, shift)
+        return p.rows(t).unflatten(0, (-1, p.groups))
+
+    if out_bar is None:
+        out_bar = torch.zeros_like(out)
+    with torch.autocast(q.device.type, enabled=False):
+        bars = backward(
+            p,
+            rows(out),
+            rows(lse[..., None])[..., 0],
+            rows(out_bar),
+            None if lse_bar is None else rows(lse_bar[..., None])[..., 0],
+        )
+    found = []
+    for bar, t, first in zip(bars, (q, k, v), (front, 0, 0), strict=True):
+        bar = bar.reshape(-1, t.shape[1], *bar.shape[-2:])
+        if dilation > 1:
+            bar = _tokens(bar, dilation, first, t.shape[2])
+        found.append(bar.to(t.dtype).contiguous())
+    return tuple(found)  # type: ignore[return-value]  # three tensors
+
+
+@_block_softmax_backward.register_fake
+def _shapes_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in inputs[:3])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    if not inputs[-1]:
+        raise RuntimeError("block softmax was called without need_lse=True but needs gradients")
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.options = inputs[7:-1]
+
+
+def _backward(ctx: Any, out_bar: Tensor | None, lse_bar: Tensor | None) -> tuple[Any, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    bars = _block_softmax_backward(*inputs, *ctx.options, out, lse, out_bar, lse_bar)
+    return (*bars, *([None] * 14))
+
+
+torch.library.register_autograd("subquad::block_softmax", _backward, setup_context=_setup)
+
+
+def block_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    scale: float,
+    table: Tensor | None = None,
+    key: Tensor | None = None,
+    segments: tuple[Tensor, Tensor] | None = None,
+    need_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax over a span of keys around each query, and over the key blocks of a table.
+
+    Args:
+        q: (B, H, L, D).
+        k: (B, Hkv, S, D), finite also where masked.
+        v: (B, Hkv, S, V), likewise.
+        layout: the span; the table needs an aligned one.
+        scale: factor of the logits.
+        table: (1 or Hkv, query blocks, r) indices of further key blocks, −1 = none; none of
+            them may lie in the span, or twice in a row. Query blocks are counted from the one
+            that holds the first query.
+        key: (B, S) bool, True = attend.
+        segments: (B, L) and (B, S) integers; only equal ones see each other.
+        need_lse: whether the log-sum-exp is wanted.
+
+    Returns:
+        out (B, H, L, V) in v's dtype, zero where no key is read, and lse (B, H, L), `EMPTY`
+        there. Gradients flow through both.
+    """
+    tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    first, second = (None, None) if segments is None else segments
+    out, lse = _block_softmax(
+        q, k, v, table, key, first, second, layout.block, layout.left, layout.right,
+        layout.aligned, layout.span, layout.causal, layout.offset, layout.dilation, scale,
+        need_lse or tracked,
+    )  # fmt: skip
+    return out, lse if need_lse else None
