@@ -7,7 +7,7 @@ import torch
 
 from subquad import registry
 from subquad.arena import speed
-from subquad.arena.machine import machine, machine_line
+from subquad.arena.machine import machine, machine_line, peak_of
 from subquad.arena.speed import Contender, Sizes
 
 SIZES = Sizes(heads=2, head_dim=16, features=32)
@@ -156,7 +156,7 @@ def test_peak_of_a_call():
         return torch.ones(16 * MIB // 4)
 
     # page tables, the interpreter and rounding of huge pages (2 MiB a tensor) come on top
-    assert 47.5 <= speed._peak_of(call) / MIB <= 56
+    assert 47.5 <= peak_of(call) / MIB <= 56
 
 
 def test_memory_of_a_training_step_in_a_child_process():

@@ -27,16 +27,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import dataclasses
-import gc
 import importlib
 import io
 import itertools
 import json as json_module
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -53,7 +50,7 @@ from torch.nn import functional
 
 from subquad import registry
 from subquad.arena.figures import COLOURS, figure, label_ends
-from subquad.arena.machine import machine, machine_line
+from subquad.arena.machine import machine, machine_line, peak_of
 from subquad.attention.base import Absent, Mechanism
 from subquad.errors import CalibrationError, UnsupportedError
 
@@ -592,33 +589,6 @@ def _in_child(sizes: Sizes, **job: Any) -> Any:
     return json_module.loads(done.stdout)["found"]
 
 
-def _status(field_name: str) -> int:
-    text = Path("/proc/self/status").read_text(encoding="utf-8")
-    found = re.search(rf"^{field_name}:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
-
-
-def _peak_of(function: Callable[[], Any]) -> int:
-    """Bytes by which a call raises this process's resident set at its peak."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory would be reused unseen
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-        before = _status("VmRSS")
-        result = function()
-        peak = _status("VmHWM") - before
-    except OSError:
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        result = function()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
-    del result
-    return peak
-
-
 def _child() -> None:
     job = json_module.loads(sys.stdin.read())
     torch.set_num_threads(1)
@@ -657,7 +627,7 @@ def _memory_here(contender: Contender, sizes: Sizes, job: dict[str, Any]) -> flo
         out = contender.call(*leaves, causal)
         return out, *torch.autograd.grad(out, leaves, grad)
 
-    return _peak_of(step) / (q.numel() * q.element_size())
+    return peak_of(step) / (q.numel() * q.element_size())
 
 
 # ---- floors --------------------------------------------------------------------------------

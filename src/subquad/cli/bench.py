@@ -47,3 +47,9 @@ def speed(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> Non
 def approximation(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
     """Error of every estimator against the number of features, beside uniform attention."""
     _run("approximation", out, quick, as_json)
+
+
+@app.command("scaling", epilog="Example: [bold]subquad bench scaling --quick[/bold]")
+def scaling(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
+    """Time and memory of a training step at 16k and 64k tokens against the declared cost."""
+    _run("scaling", out, quick, as_json)
