@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt  # after the choice of backend
 import torch
 
 import subquad as sq
+from subquad.arena import pictures
 from subquad.features import chi_quantile, draw_projection, spectral
 from subquad.registry import MECHANISMS
 
@@ -47,7 +48,7 @@ def main(folder):
             figure = draw()
             if figure is not None:
                 figure.savefig(path)
-                plt.close(figure)
+                plt.close("all")
 
 
 # ---- theory ------------------------------------------------------------------------------
@@ -310,43 +311,12 @@ def spectral_recipe():
 # ---- mechanisms --------------------------------------------------------------------------
 
 
-def sample_sequence(length=48, dim=16):
-    """Queries and keys with something to see: neighbours are alike, and three motifs return."""
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(length + 8, dim, generator=generator)
-    smooth = noise.unfold(0, 9, 1).mean(-1) * 3
-    motifs = torch.randn(3, dim, generator=generator)
-    for start in (6, 22, 38):
-        smooth[start : start + 3] = motifs
-    x = torch.nn.functional.normalize(smooth[:length], dim=-1) * dim**0.5
-    return x[None, None]
-
-
 def weights_of(name):
     def draw():
         info = sq.describe(name)
         if not (info.capabilities.weights and info.capabilities.qkv):
             return None
-        x = sample_sequence()
-        sizes = {"head_dim": 16, "num_heads": 1, "embed_dim": 16, "max_length": x.shape[-2]}
-        exact, mech = (sq.build(n, **sizes).eval() for n in ("softmax", name))
-        rows = [False, True] if info.capabilities.causal else [False]
-        alone = name == "softmax"
-        figure, axes = plt.subplots(
-            len(rows),
-            1 if alone else 2,
-            figsize=(3.3 if alone else 6.2, 3.1 * len(rows)),
-            squeeze=False,
-        )
-        for line, causal in zip(axes, rows, strict=True):
-            for axis, (title, one) in zip(line, (("softmax", exact), (name, mech)), strict=False):
-                with torch.no_grad():
-                    matrix = one.weights(x, x, causal=causal)[0, 0]
-                axis.imshow(matrix.clamp_min(0).sqrt(), cmap="Blues", vmin=0, vmax=0.7)
-                axis.set(title=title + (", causal" if causal else ""), xticks=[], yticks=[])
-                axis.set(xlabel="keys", ylabel="queries")
-        figure.tight_layout()
-        return figure
+        return pictures.draw(info.info.sample or name)
 
     return draw
 

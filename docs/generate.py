@@ -106,6 +106,7 @@ def page(docs, name):
         "Family": info.family,
         "Cost": f"{about.cost.formula}; at 4,096 tokens, D = V = 64, one head: "
         f"{info.flops(4096) / 1e9:.3g} GFLOP",
+        "When to use it": about.use,
         "Exact": about.limit,
         "Paper": about.paper,
         "Departs from it": about.deviations,
@@ -119,7 +120,9 @@ def page(docs, name):
             f":alt: The attention matrix of {name} beside that of softmax",
             "",
             "The attention matrix that the mechanism implies (`mech.weights`) on one sample "
-            "sequence, untrained, beside softmax on the same queries and keys; below, causal.",
+            "sequence, untrained, beside softmax on the same queries and keys; below, causal. "
+            f"Grey cells are not read at all. Drawn by `subquad picture "
+            f'"{about.sample or name}"`.',
             "```",
             "",
         ]

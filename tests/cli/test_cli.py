@@ -48,7 +48,7 @@ def test_version() -> None:
 
 def test_no_arguments_show_the_verbs() -> None:
     shown = plain(run().output)
-    for verb in ("list", "describe", "demo", "compare", "bench"):
+    for verb in ("list", "describe", "picture", "demo", "compare", "bench"):
         assert verb in shown
 
 
@@ -199,3 +199,11 @@ def test_without_typer_the_extra_is_named() -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 2
     assert "pip install 'subquad[cli]'" in result.stderr
+
+
+def test_picture(tmp_path: Path) -> None:
+    out = tmp_path / "local.png"
+    done = run("picture", "local(window=3)", "--out", str(out), "--length", "24")
+    assert done.exit_code == 0 and str(out) in done.stdout.replace("\n", "")
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert run("picture", "lokal").exit_code == 2

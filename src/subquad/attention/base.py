@@ -26,7 +26,7 @@ from subquad.errors import (
     ShapeError,
     UnsupportedError,
 )
-from subquad.options import Config
+from subquad.options import Config, format_value
 from subquad.shapes import KeyMask, Keys, Output, Queries, Values, Weights
 
 if TYPE_CHECKING:
@@ -144,6 +144,9 @@ class Info:
         options: one line for each option.
         scale: default factor of the logits, or of the product of q and k.
         deviations: where the implementation departs from the paper.
+        sample: option string whose attention can be seen on 48 tokens, for pictures;
+            default the bare name.
+        use: when to choose it, in one or two sentences.
     """
 
     summary: str
@@ -154,6 +157,8 @@ class Info:
     options: dict[str, str] = dataclasses.field(default_factory=dict)
     scale: str = "D^-½"
     deviations: str = ""
+    sample: str = ""
+    use: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,6 +446,11 @@ class Mechanism(nn.Module, ABC):
         out = self.forward(q, k, identity, causal=causal, key_mask=key_mask, mask=mask, scale=scale)
         return out if rows is None else out[..., torch.as_tensor(rows, device=out.device), :]
 
+    @classmethod
+    def least_heads(cls, config: Any) -> int:
+        """The fewest heads with which these options can be built."""
+        return 1
+
     def reached(self, t: int, length: int) -> Iterable[int]:
         """Later tokens, of `length`, that k_t and v_t alone influence under a causal mask."""
         return range(t + 1, length)
@@ -450,7 +460,8 @@ class Mechanism(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
-        options = "".join(f", {key}={value}" for key, value in self.config.changed().items())
+        changed = self.config.changed().items()
+        options = "".join(f", {key}={format_value(value)}" for key, value in changed)
         return f"head_dim={self.head_dim}, num_heads={self.num_heads}{kv}{options}"
 
     # ---- checks --------------------------------------------------------------------------

@@ -110,6 +110,9 @@ class Local(Mechanism):
             "window": "keys on each side of the query's position, or [left, right]",
             "dilation": "d, distance between two keys of the window",
         },
+        sample="local(window=5)",
+        use="text, DNA or audio where what matters is near; as the exact near field of a hybrid. "
+        "The fastest mechanism that is exact where it looks.",
         deviations="windows are exact to the token; papers and packages read whole blocks",
     )
 

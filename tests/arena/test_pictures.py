@@ -1,0 +1,29 @@
+import numpy as np
+import pytest
+
+import subquad as sq
+from subquad.arena import pictures
+
+
+@pytest.mark.parametrize("name", sq.mechanisms(weights=True, qkv=True))
+def test_every_mechanism_with_weights_has_its_picture(name):
+    about = sq.describe(name)
+    page = pictures.draw(about.info.sample or name)
+    rows = 2 if about.capabilities.causal else 1
+    columns = len(page.axes) // rows
+    assert columns * rows == len(page.axes) and columns >= (1 if name == "softmax" else 2)
+    for axis in page.axes:
+        matrix = axis.images[0].get_array()
+        assert matrix.shape == (48, 48) and np.isfinite(matrix).all() and matrix.max() > 0
+
+
+def test_cells_that_are_not_read_are_told_apart():
+    page = pictures.draw("local(window=3)")
+    unread = np.ma.getmaskarray(np.ma.masked_invalid(page.axes[1].images[1].get_array()))
+    i, j = np.indices((48, 48))
+    assert (unread == (abs(i - j) <= 3)).all()  # NaN, not drawn, where a key is read
+
+
+def test_saving(tmp_path):
+    pictures.save("local(window=3)", tmp_path / "new" / "local.svg", length=24)
+    assert "<svg" in (tmp_path / "new" / "local.svg").read_text()
