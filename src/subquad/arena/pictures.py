@@ -76,8 +76,8 @@ def draw(spec: str, length: int = 48) -> Any:
             matrix = one.weights(x, x, causal=causal)[0, head]
             unread = torch.where(matrix == 0, 1.0, float("nan"))
             axis.grid(False)
-            axis.imshow(matrix.clamp_min(0).sqrt(), cmap="Blues", vmin=0, vmax=0.7)
-            axis.imshow(unread, cmap="Greys", vmin=0, vmax=6, interpolation="nearest")
+            axis.imshow(matrix.clamp_min(0).sqrt().numpy(), cmap="Blues", vmin=0, vmax=0.7)
+            axis.imshow(unread.numpy(), cmap="Greys", vmin=0, vmax=6, interpolation="nearest")
             axis.set(xticks=[], yticks=[], xlabel="keys", ylabel="queries")
             axis.set_title(title + (", causal" if causal else ""), fontsize=9)
             for spine in axis.spines.values():
