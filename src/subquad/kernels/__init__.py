@@ -1,5 +1,5 @@
-"""Kernels of the linear engine: algorithms in chunks, operators, choice of backend."""
+"""Kernels of the linear and the block engine: algorithms, operators, choice of backend."""
 
-from subquad.kernels.dispatch import BACKENDS, Choice, explain
+from subquad.kernels.dispatch import BACKENDS, BLOCK_BACKENDS, Choice, explain, explain_block
 
-__all__ = ["BACKENDS", "Choice", "explain"]
+__all__ = ["BACKENDS", "BLOCK_BACKENDS", "Choice", "explain", "explain_block"]

@@ -22,7 +22,7 @@ plus C for every entry of the table.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -304,15 +304,30 @@ def _problem(
     segment_q: Tensor | None, segment_k: Tensor | None, block: int, left: int, right: int,
     aligned: bool, span: bool, causal: bool, offset: int, dilation: int, scale: float,
 ) -> _Problem:  # fmt: skip
+    layout = Layout(block, left, right, aligned, span, causal, offset, dilation)
     if dilation > 1:
-        front, keys = offset % dilation, k.shape[2]
-        if key is None and keys % dilation:
-            key = k.new_ones(len(k), keys, dtype=torch.bool)
-        key, segment_k = _token_classes(key, dilation, 0), _token_classes(segment_k, dilation, 0)
-        segment_q = _token_classes(segment_q, dilation, front)
-        q, k, v = (_classes(t, dilation, n) for t, n in ((q, front), (k, 0), (v, 0)))
-    layout = Layout(block, left, right, aligned, span, causal, offset // dilation)
+        layout, q, k, v, key, segment_q, segment_k = undilated(
+            layout, q, k, v, key, segment_q, segment_k
+        )
     return _Problem(q, k, v, table, key, segment_q, segment_k, layout, scale)
+
+
+def undilated(
+    layout: Layout, q: Tensor, k: Tensor, v: Tensor, key: Tensor | None,
+    segment_q: Tensor | None, segment_k: Tensor | None,
+) -> tuple[
+    Layout, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None
+]:  # fmt: skip
+    """A dilated call as a plain one with the residue classes as batch rows, (B·d, …)."""
+    steps, keys = layout.dilation, k.shape[2]
+    front = layout.offset % steps
+    if key is None and keys % steps:
+        key = k.new_ones(len(k), keys, dtype=torch.bool)
+    key, segment_k = _token_classes(key, steps, 0), _token_classes(segment_k, steps, 0)
+    segment_q = _token_classes(segment_q, steps, front)
+    q, k, v = (_classes(t, steps, n) for t, n in ((q, front), (k, 0), (v, 0)))
+    plain = replace(layout, offset=layout.offset // steps, dilation=1)
+    return plain, q, k, v, key, segment_q, segment_k
 
 
 def _classes(t: Tensor, steps: int, front: int) -> Tensor:
@@ -326,7 +341,7 @@ def _token_classes(t: Tensor | None, steps: int, front: int) -> Tensor | None:
     return None if t is None else _classes(t[:, None, :, None], steps, front)[:, 0, :, 0]
 
 
-def _tokens(t: Tensor, steps: int, front: int, count: int) -> Tensor:
+def tokens(t: Tensor, steps: int, front: int, count: int) -> Tensor:
     """The inverse of `_classes`."""
     t = t.unflatten(0, (-1, steps)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     return t[:, :, front : front + count]
@@ -351,9 +366,9 @@ def _block_softmax(
     if dilation == 1:
         return out, lse
     front, queries = offset % dilation, q.shape[2]
-    out = _tokens(out, dilation, front, queries).contiguous()
+    out = tokens(out, dilation, front, queries).contiguous()
     if need_lse:
-        lse = _tokens(lse[..., None], dilation, front, queries)[..., 0].contiguous()
+        lse = tokens(lse[..., None], dilation, front, queries)[..., 0].contiguous()
     return out, lse if need_lse else lse.reshape(*q.shape[:2], -1)
 
 
@@ -398,7 +413,7 @@ def _block_softmax_backward(
     for bar, t, first in zip(bars, (q, k, v), (front, 0, 0), strict=True):
         bar = bar.reshape(-1, t.shape[1], *bar.shape[-2:])
         if dilation > 1:
-            bar = _tokens(bar, dilation, first, t.shape[2])
+            bar = tokens(bar, dilation, first, t.shape[2])
         found.append(bar.to(t.dtype).contiguous())
     return tuple(found)  # type: ignore[return-value]  # three tensors
 
@@ -456,6 +471,14 @@ def block_softmax(
         out (B, H, L, V) in v's dtype, zero where no key is read, and lse (B, H, L), `EMPTY`
         there. Gradients flow through both.
     """
+    if q.is_cuda:
+        from subquad.kernels.dispatch import explain_block  # late: it imports this module
+        from subquad.kernels.flex import flex_softmax
+
+        if explain_block(q, v, layout).backend == "flex":
+            return flex_softmax(
+                q, k, v, layout, scale=scale, table=table, key=key, segments=segments
+            )
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     first, second = (None, None) if segments is None else segments
     out, lse = _block_softmax(

@@ -1,4 +1,4 @@
-"""Chooses the backend of a linear-attention call, and can explain the choice.
+"""Chooses the backend of a call to the linear or the block engine, and can explain the choice.
 
 The only place that does so. Backends are tried in order; each answers whether it can run
 the call and why not.
@@ -11,10 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BACKENDS", "Choice", "explain"]
+from subquad.kernels.block import Layout
+from subquad.kernels.flex import refusal
+
+__all__ = ["BACKENDS", "BLOCK_BACKENDS", "Choice", "explain", "explain_block"]
 
 BACKENDS = ("torch",)
 """Backends in order of preference: "torch" is chunked torch operations on any device."""
+
+
+BLOCK_BACKENDS = ("flex", "torch")
+"""The block engine's: FlexAttention on GPUs, and a loop of torch operations on any device."""
 
 
 @dataclass(frozen=True)
@@ -38,3 +45,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor) -> Choice:
     """
     sums = "float64" if q.dtype == torch.float64 else "float32"
     return Choice("torch", f"chunked torch operations on {q.device.type}, sums in {sums}")
+
+
+def explain_block(q: Tensor, v: Tensor, layout: Layout) -> Choice:
+    """Says which backend runs a call of the block engine, and why."""
+    reason = refusal(q, v, layout)
+    if reason is None:
+        return Choice("flex", f"FlexAttention runs this pattern fused on {q.device.type}")
+    return Choice("torch", f"a loop over blocks of queries: {reason}")
