@@ -23,11 +23,11 @@ def test_every_registered_mechanism_takes_part_or_is_left_out_with_a_reason():
     found, left_out = speed.contenders(SIZES)
     names = {contender.name for contender in found}
     assert speed.SDPA in names
-    for name in (*registry.MECHANISMS, speed.PEER):
+    for name in (*registry.MECHANISMS, *speed.PEERS):
         assert name in names or any(line.startswith(f"{name}:") for line in left_out), name
 
 
-@pytest.mark.parametrize("name", ["SDPA", "softmax", "additive", "performer", "gaussian"])
+@pytest.mark.parametrize("name", ["SDPA", "softmax", "additive", "performer", "gaussian", "local"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_right_mechanisms_pass_the_check(found, name, causal):
     contender = dataclasses.replace(found[name], check_length=37)
@@ -40,7 +40,10 @@ def test_right_mechanisms_pass_the_check(found, name, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_peer_passes_against_its_own_formula(found, causal):
     pytest.importorskip("performer_pytorch")
+    pytest.importorskip("local_attention")
     result = speed.check(dataclasses.replace(found[speed.PEER], check_length=37), SIZES, causal)
+    assert result.ok, result
+    result = speed.check(found[speed.LOCAL_PEER], SIZES, causal)  # longer than its window
     assert result.ok, result
 
 
@@ -111,27 +114,30 @@ def test_a_missing_peer_is_a_stated_skip(monkeypatch):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(speed.importlib, "import_module", missing)
-    reason = speed._peer(SIZES)
-    assert isinstance(reason, str)
-    assert "pip install 'subquad[peers]'" in reason
+    for peer in (speed._peer, speed._local_peer):
+        reason = peer(SIZES)
+        assert isinstance(reason, str)
+        assert "pip install 'subquad[peers]'" in reason
 
 
 def test_floors():
     peer = speed.PEER
-    seconds = {"SDPA": 11.0, peer: 3.0}
+    seconds = {"SDPA": 11.0, peer: 3.0, speed.LOCAL_PEER: 3.5}
 
     def fresh(floor):
         return None if floor.length == 2048 else [[1.0] * 3, [seconds[floor.rival]] * 3]
 
     memory = [{"name": "performer", "causal": False, "length": 65536, "units": 4.2}]
     rows = speed._floors(fresh, memory)
-    assert len(rows) == 8
+    assert len(rows) == len(speed.FLOORS) == 10
     found = {row["floor"]: (row["measured"], row["ok"]) for row in rows}
     assert found["bidirectional forward, 4k: at least 10× faster than SDPA"] == (11.0, True)
     assert found[f"bidirectional forward, 4k: at least 2× faster than {peer}"] == (3.0, True)
     assert found[f"bidirectional forward, 16k: at least 3.5× faster than {peer}"] == (3.0, False)
     assert found["bidirectional training step, 64k: at most 4.5 × |q| beyond inputs"] == (4.2, True)
     assert found[f"causal forward, 2k: at least 15× faster than {peer}"] == (None, None)
+    local = f"local(window=256) causal forward, 8k: at least 3× faster than {speed.LOCAL_PEER}"
+    assert found[local] == (3.5, True)
     causal = found["causal training step, 64k: at most 5.5 × |q| beyond inputs"]
     assert causal == (None, None)
 

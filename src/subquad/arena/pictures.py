@@ -61,8 +61,9 @@ def draw(spec: str, length: int = 48) -> Any:
         "head_dim": DIM, "num_heads": heads, "embed_dim": DIM * heads, "max_length": length,
     }  # fmt: skip
     exact, mechanism = (registry.build(one, **sizes).eval() for one in ("softmax", spec))
-    if hasattr(mechanism, "calibrate") and have.functional is not True:
-        mechanism.calibrate(x, x)
+    calibrate: Any = getattr(mechanism, "calibrate", None)
+    if calibrate is not None and have.functional is not True:
+        calibrate(x, x)
     columns: list[tuple[str, Any, int]] = [("softmax", exact, 0)]
     if about.name != "softmax":
         columns += [

@@ -71,7 +71,10 @@ __all__ = [
 
 BOUND = 1e-4
 """Largest relative error of outputs and gradients; derived in the module's docstring."""
-SDPA, PEER = "SDPA", "performer-pytorch"
+SDPA, PEER, LOCAL_PEER = "SDPA", "performer-pytorch", "local-attention"
+PEERS = (PEER, LOCAL_PEER)
+WINDOW = 256
+"""Keys on each side that local-attention and its counterpart read."""
 
 Call = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 Key = tuple[str, bool, bool, int]
@@ -196,11 +199,29 @@ def _own_float64(mechanism: Mechanism) -> Call:
     return call
 
 
+def _windowed(window: int | tuple[int, int], dilation: int = 1) -> Call:
+    left, right = (window, window) if isinstance(window, int) else window
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        near = (j >= i - left * dilation) & (j <= i + (0 if causal else right) * dilation)
+        near = near & ((i - j) % dilation == 0)
+        logits = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        return torch.softmax(logits.masked_fill(~near, -math.inf), -1) @ v
+
+    return call
+
+
 NAIVE: dict[str, tuple[Callable[[Any], Call], str, int]] = {
     "softmax": (lambda _: _naive_softmax, "naive softmax, float64", 601),
     "additive": (_naive_additive, "naive additive scores, float64", 83),
     "performer": (_naive_performer, "materialised φ with the same ω, float64", 601),
     "gaussian": (_naive_gaussian, "materialised φ, float64", 211),
+    "local": (
+        lambda mechanism: _windowed(mechanism.config.window, mechanism.config.dilation),
+        "naive windowed softmax, float64",
+        601,
+    ),
 }
 """Naive computation of a registered mechanism, what it is, and the length it is made at.
 A mechanism without a line here is checked against its own float64 run, and the table says so;
@@ -221,8 +242,8 @@ def contenders(
 
     Args:
         sizes: the head layout.
-        names: registered names; all by default.
-        peer: whether performer-pytorch takes part, where it is installed.
+        names: registered names or specs; by default all names, and what the floors name.
+        peer: whether other libraries take part, where they are installed.
         max_length: for mechanisms that need to know it.
     """
     found = [
@@ -238,12 +259,13 @@ def contenders(
         )
     ]
     left_out: list[str] = []
-    other = _peer(sizes) if peer else None
-    if isinstance(other, str):
-        left_out.append(other)
-    elif other is not None:
-        found.append(other)
-    for name in registry.MECHANISMS if names is None else names:
+    for other in (_peer(sizes), _local_peer(sizes)) if peer else ():
+        if isinstance(other, str):
+            left_out.append(other)
+        else:
+            found.append(other)
+    everyone = dict.fromkeys([*registry.MECHANISMS, *(floor.ours for floor in FLOORS)])
+    for name in everyone if names is None else names:
         try:
             found.append(_registered(name, sizes, max_length))
         except (UnsupportedError, CalibrationError) as error:
@@ -252,9 +274,9 @@ def contenders(
 
 
 def _registered(name: str, sizes: Sizes, max_length: int) -> Contender:
-    config = registry.get(name).Config
-    known = {f.name for f in dataclasses.fields(config)}
-    options = {"features": sizes.features} if "features" in known else {}
+    about = registry.describe(name)
+    bare = "features" in about.config.option_names() and name == about.name
+    options = {"features": sizes.features} if bare else {}
     mechanism = registry.build(
         name,
         head_dim=sizes.head_dim,
@@ -271,7 +293,7 @@ def _registered(name: str, sizes: Sizes, max_length: int) -> Contender:
         q, k, v, _ = sizes.inputs(64)
         mechanism(q, k, v)
     build, against, check_length = NAIVE.get(
-        name, (_own_float64, "its own float64 run; formula checked by the tests", 601)
+        about.name, (_own_float64, "its own float64 run; formula checked by the tests", 601)
     )
     cost = registry.describe(mechanism.config)
 
@@ -343,6 +365,36 @@ def _peer(sizes: Sizes) -> Contender | str:
         flops=lambda n: flops * n,
         limit=4.0,
         longest={(True, False): (8192, products), (True, True): (2048, products)},
+    )
+
+
+def _local_peer(sizes: Sizes) -> Contender | str:
+    """local-attention's LocalAttention, exact to the token, or why it is not here."""
+    try:
+        with _silence():
+            package: Any = importlib.import_module("local_attention")
+    except ImportError as error:
+        return f"{LOCAL_PEER}: not installed ({error}); pip install 'subquad[peers]'"
+    both = {
+        causal: package.LocalAttention(
+            dim=sizes.head_dim, window_size=WINDOW, causal=causal, look_backward=1,
+            look_forward=0 if causal else 1, exact_windowsize=True, autopad=True,
+            use_rotary_pos_emb=False,
+        ).eval()
+        for causal in (False, True)
+    }  # fmt: skip
+
+    def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        return both[causal](q, k, v)
+
+    return Contender(
+        LOCAL_PEER,
+        call,
+        _windowed(WINDOW),
+        "naive windowed softmax, float64",
+        flops=lambda n: 4.0 * sizes.heads * n * 3 * WINDOW * sizes.head_dim,
+        limit=4.0,
+        check_length=3 * WINDOW,  # at other lengths its bidirectional form reads its padding
     )
 
 
@@ -594,8 +646,8 @@ def _child() -> None:
     torch.set_num_threads(1)
     sizes = Sizes(**job["sizes"])
     wanted = [job["name"]] + ([job["rival"]] if job["kind"] == "times" else [])
-    names = [name for name in wanted if name in registry.MECHANISMS]
-    everyone, _ = contenders(sizes, names, peer=PEER in wanted)
+    names = [name for name in wanted if name not in (SDPA, *PEERS)]
+    everyone, _ = contenders(sizes, names, peer=any(name in PEERS for name in wanted))
     found = [next(c for c in everyone if c.name == name) for name in wanted]
     answer = (
         _times_here(found, sizes, job)
@@ -635,18 +687,20 @@ def _memory_here(contender: Contender, sizes: Sizes, job: dict[str, Any]) -> flo
 
 @dataclass(frozen=True)
 class Floor:
-    """A promise of the Performer's: a least speed-up over `rival`, or a greatest memory."""
+    """A promise about `ours`: a least speed-up over `rival`, or a greatest memory."""
 
     causal: bool
     training: bool
     length: int
     value: float
     rival: str | None
+    ours: str = "performer"
 
     @property
     def text(self) -> str:
         """The promise in words."""
-        where = f"{_mask(self.causal)} {_step(self.training)}, {self.length // 1024}k"
+        name = "" if self.ours == "performer" else f"{self.ours} "
+        where = f"{name}{_mask(self.causal)} {_step(self.training)}, {self.length // 1024}k"
         if self.rival is None:
             return f"{where}: at most {self.value:g} × |q| beyond inputs"
         return f"{where}: at least {self.value:g}× faster than {self.rival}"
@@ -661,8 +715,10 @@ FLOORS = (
     Floor(True, False, 2048, 15.0, PEER),  # its causal form without a CUDA kernel
     Floor(False, True, 65536, 4.5, None),
     Floor(True, True, 65536, 5.5, None),
+    Floor(True, False, 8192, 3.0, LOCAL_PEER, f"local(window={WINDOW})"),
+    Floor(True, False, 8192, 5.0, SDPA, f"local(window={WINDOW})"),
 )
-"""What the project promises of `performer` with M=128 on one thread."""
+"""What the project promises on one thread; of `performer` with M=128."""
 
 
 def _floors(
@@ -675,7 +731,7 @@ def _floors(
         if floor.rival is None:
             for row in memory:
                 if (row["name"], row["causal"], row["length"]) == (
-                    "performer", floor.causal, floor.length,
+                    floor.ours, floor.causal, floor.length,
                 ):  # fmt: skip
                     measured = row["units"]
             ok = None if measured is None else measured <= floor.value
@@ -729,7 +785,7 @@ def _plan(quick: bool) -> dict[str, Any]:
         return {"lengths": tuple(2**n for n in range(8, 16)), "timing": {"rounds": 9}}
 
     def wanted(key: Key) -> bool:
-        return key[3] == 512 and key[0] not in ("additive", PEER)
+        return key[3] == 512 and key[0] not in ("additive", *PEERS)
 
     return {
         "lengths": (512, 16384),
@@ -798,11 +854,11 @@ def measure(
     present = {(c.name, c.causal) for c in checks if c.ok}
 
     def fresh(floor: Floor) -> list[list[float]] | None:
-        both = {("performer", floor.causal), (floor.rival, floor.causal)}
+        both = {(floor.ours, floor.causal), (floor.rival, floor.causal)}
         if not both <= present or max(lengths) < floor.length:
             return None
         say(f"floor: {floor.text}")
-        return fresh_times("performer", floor, sizes, floor_rounds)
+        return fresh_times(floor.ours, floor, sizes, floor_rounds)
 
     peak = max(peak, gemm_peak())
     return {
