@@ -11,7 +11,7 @@ import subquad as sq
 from subquad.registry import MECHANISMS, get
 
 KINDS = {
-    "causal": "causal",
+    "causal": "decode",
     "key": "padding",
     "prefix": "prefix",
     "segments": "segments",
@@ -41,6 +41,14 @@ def cell(text):
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 
+def size(count):
+    """Bytes for people."""
+    units = ["B", "KiB", "MiB", "GiB"]
+    while count >= 1024 and len(units) > 1:
+        count, units = count / 1024, units[1:]
+    return f"{count:.3g} {units[0]}"
+
+
 def code(text):
     return f"`{cell(text)}`" if str(text) else ""
 
@@ -57,7 +65,7 @@ def mechanism_pages(docs):
 
 def overview():
     names = sq.mechanisms()
-    head = ["mechanism", "family", "cost", "approximates", *KINDS.values()]
+    head = ["mechanism", "family", "cost", "memory", "approximates", *KINDS.values()]
     lines = [
         "# Mechanisms",
         "",
@@ -74,6 +82,7 @@ def overview():
             f"[{name}]({name}.md)",
             info.family,
             cell(info.cost.formula),
+            size(info.memory(65536)),
             have.approximates or "–",
         ]
         for kind in KINDS:
@@ -82,7 +91,11 @@ def overview():
         lines.append("| " + " | ".join(row) + " |")
     lines += [
         "",
-        "What the columns mean: *padding* is a key mask; *cross*, queries and keys of different "
+        "What the columns mean: *cost* is the order of one forward call for one head; *memory* "
+        "is what the call takes beyond inputs and output at 65,536 tokens, for one head with "
+        "D = V = 64 in float32, by the mechanism's own count (measured: "
+        "{doc}`../results`); *decode*, the future can be masked out, as a language model or a "
+        "decoder needs it (`causal=True`); *padding* is a key mask; *cross*, queries and keys of different "
         "lengths; *merges*, partial sums over disjoint keys add (`sq.merge`); *state*, memory of "
         "`prefill` and `step`. Several options change a row: "
         '`sq.describe("performer(gauge=centre)")`.',
@@ -105,7 +118,8 @@ def page(docs, name):
     facts = {
         "Family": info.family,
         "Cost": f"{about.cost.formula}; at 4,096 tokens, D = V = 64, one head: "
-        f"{info.flops(4096) / 1e9:.3g} GFLOP",
+        f"{info.flops(4096) / 1e9:.3g} GFLOP, and {size(info.memory(4096))} beyond inputs and "
+        "output",
         "When to use it": about.use,
         "Exact": about.limit,
         "Paper": about.paper,
