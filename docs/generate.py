@@ -95,9 +95,9 @@ def overview():
         "is what the call takes beyond inputs and output at 65,536 tokens, for one head with "
         "D = V = 64 in float32, by the mechanism's own count (measured: "
         "{doc}`../results`); *decode*, the future can be masked out, as a language model or a "
-        "decoder needs it (`causal=True`); *padding* is a key mask; *cross*, queries and keys of different "
-        "lengths; *merges*, partial sums over disjoint keys add (`sq.merge`); *state*, memory of "
-        "`prefill` and `step`. Several options change a row: "
+        "decoder needs it (`causal=True`); *padding* is a key mask; *cross*, queries and keys of "
+        "different lengths; *merges*, partial sums over disjoint keys add (`sq.merge`); *state*, "
+        "memory of `prefill` and `step`. Several options change a row: "
         '`sq.describe("performer(gauge=centre)")`.',
         "",
         "```{toctree}",
