@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import subquad as sq
+from subquad.options import format_value
 from subquad.registry import MECHANISMS, get
 
 KINDS = {
@@ -144,7 +145,7 @@ def page(docs, name):
     if info.options():
         lines += ["| option | default | meaning |", "|---|---|---|"]
         lines += [
-            f"| {code(option)} | {code('none' if default is None else default)} | {cell(meaning)} |"
+            f"| {code(option)} | {code(format_value(default))} | {cell(meaning)} |"
             for option, default, meaning in info.options()
         ]
     else:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import subquad as sq
 from subquad.options import (
     Config,
+    Part,
     Spec,
     choice_problem,
     format_spec,
@@ -62,6 +63,35 @@ def test_what_a_spec_means(text, name, options):
         assert type(spec.options[key]) is type(value)  # 1 is neither 1.0 nor True
 
 
+@pytest.mark.parametrize(
+    ("text", "parts", "options"),
+    [
+        ("mixed(local)", (Part(Spec("local")),), {}),
+        ("mixed(local())", (Part(Spec("local")),), {}),
+        ("mixed(a*2,b)", (Part(Spec("a"), 2), Part(Spec("b"))), {}),
+        ("mixed : a * 2 , b(x=1) *3", (Part(Spec("a"), 2), Part(Spec("b", {"x": 1}), 3)), {}),
+        ("mixed(a, x-y=[b, c()])", (Part(Spec("a")),), {"x_y": ("b", Spec("c"))}),
+        (
+            "mixed(mixed(a*2, b)*3, c)",
+            (Part(Spec("mixed", {}, (Part(Spec("a"), 2), Part(Spec("b")))), 3), Part(Spec("c"))),
+            {},
+        ),
+        (
+            "far(far=mixed(a*2, x=1), all=[m(a), 3])",
+            (),
+            {
+                "far": Spec("mixed", {"x": 1}, (Part(Spec("a"), 2),)),
+                "all": (Spec("m", {}, (Part(Spec("a")),)), 3),
+            },
+        ),
+    ],
+)
+def test_positional_parts(text, parts, options):
+    spec = parse_spec(text)
+    assert spec.parts == parts and spec.options == options
+    assert same(parse_spec(str(spec)), spec)
+
+
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,7}", fullmatch=True)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 texts = texts.filter(lambda text: not ('"' in text and "'" in text))  # cannot be written
@@ -75,8 +105,16 @@ scalars = st.one_of(
 )
 
 
+def parts_of(inner):
+    return st.lists(st.builds(Part, inner, st.none() | st.integers(1, 99)), max_size=2).map(tuple)
+
+
+flat = st.builds(Spec, names, st.dictionaries(names, scalars, max_size=2))
+parts = parts_of(flat | st.builds(Spec, names, st.just({}), parts_of(flat)))
+
+
 def specs(values):
-    return st.builds(Spec, names, st.dictionaries(names, values, max_size=4))
+    return st.builds(Spec, names, st.dictionaries(names, values, max_size=4), parts)
 
 
 values = st.recursive(
@@ -90,8 +128,13 @@ def same(a, b):
     if isinstance(a, Spec) and isinstance(b, Spec):
         keys = list(a.options) == list(b.options)
         return (
-            a.name == b.name and keys and all(same(a.options[k], b.options[k]) for k in a.options)
+            a.name == b.name
+            and keys
+            and all(same(a.options[k], b.options[k]) for k in a.options)
+            and same(a.parts, b.parts)
         )
+    if isinstance(a, Part) and isinstance(b, Part):
+        return same(a.spec, b.spec) and same(a.count, b.count)
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return type(a) is type(b) and a == b
@@ -106,7 +149,9 @@ def same(a, b):
 @example(Spec("p", {"a": 5e-324}))
 @example(Spec("p", {"a": Spec("softmax")}))
 @example(Spec("p", {"a": (Spec("softmax"), "softmax")}))
-@example(Spec("p", {"a": "it's, (a=b) [x]"}))
+@example(Spec("p", {"a": "it's, (a=b) [x]*2"}))
+@example(Spec("p", {"a": Spec("m", {}, (Part(Spec("a"), 2), Part(Spec("b"))))}))
+@example(Spec("p", {"a": (Spec("m", {"x": ()}, (Part(Spec("true"), 2),)), 1)}))
 @example(Spec("p", {"a": 'say "x"'}))
 def test_writing_and_reading_give_the_same_spec(spec):
     assert same(parse_spec(format_spec(spec)), spec)
@@ -124,7 +169,18 @@ def test_text_that_cannot_be_written_is_refused():
         ("(a=1)", r"expected a name, found '\('", 0),
         ("p(a=1", "expected", 5),
         ("p(a=1))", r"expected the end, found '\)'|expected the end", 6),
-        ("p(a)", "expected '=', found '\\)'", 3),
+        ("p(a=1, b)", "expected '=': the positional 'b' comes after an option", 7),
+        ("p(a*)", "expected a count ≥ 1, found '\\)'", 4),
+        ("p(a*0)", "expected a count ≥ 1, found '0'", 4),
+        ("p(a*-2)", "expected a count ≥ 1, found '-2'", 4),
+        ("p(a*2.0)", "expected a count ≥ 1, found '2.0'", 4),
+        ("p(a*b)", "expected a count ≥ 1, found 'b'", 4),
+        ("p(a*2*2)", "expected ','", 5),
+        ("p(a(x=1)b)", "expected ','", 8),
+        ("p(m(a*), b)", "expected a count", 6),
+        ("p(a=b*2)", "expected ','", 5),
+        ("p(*2)", "expected a name, found '\\*'", 2),
+        ("p*2", "expected the end", 1),
         ("p(a=)", "expected a value", 4),
         ("p(a=1 b=2)", "expected ','", 6),
         ("p(a=1, a=2)", "option 'a' is given twice", 7),
@@ -133,7 +189,8 @@ def test_text_that_cannot_be_written_is_refused():
         ("p(1=2)", "expected a name, found '1'", 2),
         ("p(a=[1 2])", "expected ','", 7),
         ("p(a=[1,", "expected", 7),
-        ("p:a", "expected '='", 3),
+        ("p:a*", "expected a count ≥ 1", 4),
+        ("p:a:b", "expected ','", 3),
         ("p:a=1,b=2)", "expected", 9),
         ("p q", "expected the end", 2),
         ("p(a=12ab)", "unexpected character", 4),
@@ -149,7 +206,7 @@ def test_errors_show_where(text, problem, position):
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.text(st.sampled_from("pa_1.-=,:()[]\"' \n"), max_size=14))
+@given(st.text(st.sampled_from("pa_1.-=,:*()[]\"' \n"), max_size=14))
 def test_any_text_is_read_or_refused_with_an_option_error(text):
     try:
         spec = parse_spec(text)
@@ -185,6 +242,34 @@ def test_a_config_writes_what_differs_and_reads_it_back():
     assert spec.options["far"] == Spec("softmax", {"dropout": 0.1})
     plain = SampleConfig(features=64, draw="orthogonal")
     assert SampleConfig.from_options(parse_spec(str(plain)).options) == plain
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyConfig(SampleConfig):
+    mechanism: ClassVar[str] = "many"
+    positional: ClassVar[str | None] = "parts"
+
+    parts: tuple[Part, ...] = ()
+
+
+def test_a_config_receives_positional_parts_in_the_option_that_it_names():
+    spec = parse_spec("many(a*2, b(x=[1, 2]), features=3)")
+    config = ManyConfig.from_spec(spec)
+    assert config.parts == spec.parts and config.features == 3
+    assert str(config) == str(spec)
+    assert config.spec() == spec and hash(config) == hash(ManyConfig.from_spec(spec))
+    nested = SampleConfig(far=config)
+    assert str(nested) == "sample(far=many(a*2, b(x=[1, 2]), features=3))"
+    assert parse_spec(str(nested)).options["far"] == spec
+    assert str(ManyConfig()) == "many"
+    with pytest.raises(sq.OptionError, match="many: parts is given twice: as positional parts a"):
+        ManyConfig.from_spec(parse_spec("many(a, parts=[])"))
+    with pytest.raises(sq.OptionError) as caught:
+        SampleConfig.from_spec(parse_spec("sample(iid, b*2)"))
+    assert str(caught.value) == (
+        "sample: takes no positional parts, given iid, b*2; options are written name=value and "
+        "are: features, draw, width, far"
+    )
 
 
 def test_a_config_is_frozen_and_compares_by_value():
@@ -232,3 +317,8 @@ def test_every_registered_config_survives_a_round_trip():
         config = sq.describe(name).config
         assert str(config) == name
         assert sq.describe(str(config)).config == config
+
+
+def test_none_is_a_name_where_an_option_chooses_among_names():
+    assert sq.registry.resolve("performer(gauge=none)")[1] == sq.PerformerConfig(gauge="none")
+    assert sq.registry.resolve("performer(redraw=none)")[1].redraw is None

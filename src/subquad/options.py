@@ -3,14 +3,18 @@
 ::
 
     spec   :=  name                                 softmax
-            |  name "(" [pair {"," pair}] ")"       performer(features=256, draw=iid)
-            |  name ":" pair {"," pair}             performer:features=256,draw=iid
+            |  name "(" [item {"," item}] ")"       performer(features=256, draw=iid)
+            |  name ":" item {"," item}             performer:features=256,draw=iid
+    item   :=  part | pair                          parts stand before pairs
+    part   :=  name ["(" ... ")"] ["*" count]       local(window=8)*2
     pair   :=  name "=" value
     value  :=  integer | float | true | false | none | "text" | 'text' | list | spec
     list   :=  "[" [value {"," value}] "]"
 
 A value that is a bare name stays text (``draw=iid``); one with parentheses is a nested
-spec (``far=performer(features=128)``). `format_spec` is the inverse of `parse_spec`.
+spec (``far=performer(features=128)``). Positional parts are specs, with a count if need be:
+``mixed(local(window=8)*2, performer)``; a mechanism whose `Config` names a `positional`
+option takes them. `format_spec` is the inverse of `parse_spec`.
 """
 
 from __future__ import annotations
@@ -22,18 +26,45 @@ from typing import Any, ClassVar, TypeVar
 
 from subquad.errors import OptionError, UnknownNameError, nearest
 
-__all__ = ["Config", "Spec", "format_spec", "format_value", "parse_spec"]
+__all__ = ["Config", "Part", "Spec", "format_spec", "format_value", "parse_spec"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A mechanism's name with its options, before any of them is validated."""
+    """A mechanism's name with its options, before any of them is validated.
+
+    Args:
+        name: of the mechanism.
+        options: values by name.
+        parts: positional items.
+    """
 
     name: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+
+    def __hash__(self) -> int:
+        # options are a dict, which has no hash of its own and no order when compared
+        return hash((self.name, frozenset(self.options.items()), self.parts))
 
     def __str__(self) -> str:
         return format_spec(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A positional item of a spec.
+
+    Args:
+        spec: what it is.
+        count: the number behind its star; None without one.
+    """
+
+    spec: Spec
+    count: int | None = None
+
+    def __str__(self) -> str:
+        return format_spec(self.spec) + ("" if self.count is None else f"*{self.count}")
 
 
 _TOKEN = re.compile(
@@ -41,7 +72,7 @@ _TOKEN = re.compile(
       (?P<number>[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(?![\w.]))
     | (?P<name>[A-Za-z_][\w.-]*)
     | (?P<text>"[^"]*"|'[^']*')
-    | (?P<mark>[()\[\],=:])
+    | (?P<mark>[()\[\],=:*])
     )""",
     re.VERBOSE,
 )
@@ -67,7 +98,8 @@ class _Parser:
         return OptionError(
             f"cannot read options: {problem} at position {position}\n"
             f"    {self.text}\n    {' ' * position}^\n"
-            "expected: name, name(key=value, ...) or name:key=value,..."
+            "expected: name, name(key=value, ...) or name:key=value,...; of several mechanisms "
+            "name(part, part*count, ...)"
         )
 
     def peek(self) -> tuple[str, str, int]:
@@ -85,20 +117,42 @@ class _Parser:
         self.index += 1
         return text
 
-    def pairs(self, closing: str | None) -> dict[str, Any]:
+    def items(self, name: str, closing: str | None) -> Spec:
+        """The spec of this name with the items that follow, up to `closing` or the end."""
         options: dict[str, Any] = {}
+        parts: list[Part] = []
         while self.peek()[1] != (closing or ""):
             position = self.peek()[2]
-            key = self.take("name").replace("-", "_")
-            if key in options:
-                raise self.error(f"option {key!r} is given twice", position)
-            self.take("mark", "=")
-            options[key] = self.value()
+            word = self.take("name")
+            if self.peek()[1] != "=":
+                if options:
+                    raise self.error(
+                        f"expected '=': the positional {word!r} comes after an option", position
+                    )
+                parts.append(self.part(word))
+            else:
+                key = word.replace("-", "_")
+                if key in options:
+                    raise self.error(f"option {key!r} is given twice", position)
+                self.take("mark", "=")
+                options[key] = self.value()
             if self.peek()[1] == ",":
                 self.index += 1
             elif self.peek()[1] != (closing or ""):
                 raise self.error("expected ','", self.peek()[2])
-        return options
+        return Spec(name, options, tuple(parts))
+
+    def part(self, name: str) -> Part:
+        spec = self.arguments(name) if self.peek()[1] == "(" else Spec(name)
+        if self.peek()[1] != "*":
+            return Part(spec)
+        self.index += 1
+        _, text, position = self.peek()
+        if not text.isdecimal() or int(text) < 1:
+            found = f", found {text!r}" if text else ""
+            raise self.error(f"expected a count ≥ 1{found}", position)
+        self.index += 1
+        return Part(spec, int(text))
 
     def value(self) -> Any:
         kind, text, position = self.peek()
@@ -126,9 +180,9 @@ class _Parser:
 
     def arguments(self, name: str) -> Spec:
         self.take("mark", "(")
-        options = self.pairs(")")
+        spec = self.items(name, ")")
         self.take("mark", ")")
-        return Spec(name, options)
+        return spec
 
     def spec(self) -> Spec:
         name = self.take("name")
@@ -136,7 +190,7 @@ class _Parser:
             result = self.arguments(name)
         elif self.peek()[1] == ":":
             self.index += 1
-            result = Spec(name, self.pairs(None))
+            result = self.items(name, None)
         else:
             result = Spec(name)
         if self.peek()[0] != "end":
@@ -148,9 +202,11 @@ def parse_spec(text: str) -> Spec:
     """Reads one spec of the option grammar.
 
     >>> parse_spec("performer(features=256, draw=iid)")
-    Spec(name='performer', options={'features': 256, 'draw': 'iid'})
+    Spec(name='performer', options={'features': 256, 'draw': 'iid'}, parts=())
     >>> str(parse_spec("near_far:window=32,far=performer(features=128)"))
     'near_far(window=32, far=performer(features=128))'
+    >>> [str(part) for part in parse_spec("mixed(local(window=8)*2, performer)").parts]
+    ['local(window=8)*2', 'performer']
 
     Raises:
         OptionError: if the text does not follow the grammar; shows the position.
@@ -161,9 +217,11 @@ def parse_spec(text: str) -> Spec:
 def format_value(value: Any) -> str:
     """Writes one option value in the option grammar."""
     if isinstance(value, Config):
-        value = Spec(value.mechanism, value.changed())
+        value = value.spec()
     if isinstance(value, Spec):  # with parentheses: a bare name would be read as text
-        return format_spec(value) if value.options else f"{value.name}()"
+        return format_spec(value) if value.options or value.parts else f"{value.name}()"
+    if isinstance(value, Part):
+        return str(value)
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
@@ -180,10 +238,9 @@ def format_value(value: Any) -> str:
 
 def format_spec(spec: Spec) -> str:
     """Writes a spec in the option grammar; a name without options is written bare."""
-    if not spec.options:
-        return spec.name
-    pairs = ", ".join(f"{key}={format_value(value)}" for key, value in spec.options.items())
-    return f"{spec.name}({pairs})"
+    items = [str(part) for part in spec.parts]
+    items += [f"{key}={format_value(value)}" for key, value in spec.options.items()]
+    return f"{spec.name}({', '.join(items)})" if items else spec.name
 
 
 _C = TypeVar("_C", bound="Config")
@@ -194,10 +251,12 @@ class Config:
     """Base of all option sets: a frozen dataclass that reports every problem at once.
 
     Subclasses set `mechanism`, declare their options as fields with defaults and yield one
-    sentence for each invalid value from `problems`.
+    sentence for each invalid value from `problems`. One that takes a spec's positional parts
+    names the option which receives them, a tuple of `Part`, in `positional`.
     """
 
     mechanism: ClassVar[str] = ""
+    positional: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         self._raise(list(self.problems()))
@@ -225,6 +284,7 @@ class Config:
             OptionError: if a value cannot be used.
         """
         known = cls.option_names()
+        options = {name: cls._named(name, value) for name, value in options.items()}
         unknown = [name for name in options if name not in known]
         if not unknown:
             return cls(**options)
@@ -236,6 +296,47 @@ class Config:
         problems.append(f"options are: {', '.join(known) or 'none'}")
         raise UnknownNameError(f"{cls.mechanism}: " + "; ".join(problems))
 
+    @classmethod
+    def from_spec(cls: type[_C], spec: Spec, options: Mapping[str, Any] | None = None) -> _C:
+        """Builds the config from a spec, and further options as keywords.
+
+        Raises:
+            UnknownNameError: as in `from_options`.
+            OptionError: if a value cannot be used or is given twice, or for positional parts
+                where there is no option to receive them.
+        """
+        values, more = dict(spec.options), dict(options or {})
+        if spec.parts:
+            shown = ", ".join(map(str, spec.parts))
+            if cls.positional is None:
+                known = ", ".join(cls.option_names()) or "none"
+                raise OptionError(
+                    f"{cls.mechanism}: takes no positional parts, given {shown}; options are "
+                    f"written name=value and are: {known}"
+                )
+            if cls.positional in values:
+                raise OptionError(
+                    f"{cls.mechanism}: {cls.positional} is given twice: as positional parts "
+                    f"{shown} and by name"
+                )
+            values[cls.positional] = spec.parts
+        twice = sorted(set(values) & set(more))
+        if twice:
+            raise OptionError(f"options {twice} are given twice: in {str(spec)!r} and as keywords")
+        return cls.from_options({**values, **more})
+
+    def spec(self) -> Spec:
+        """The spec that gives this config: options that differ from their defaults."""
+        changed = self.changed()
+        parts = changed.pop(self.positional, ()) if self.positional else ()
+        return Spec(self.mechanism, changed, parts)
+
+    @classmethod
+    def _named(cls, name: str, value: Any) -> Any:
+        # ``gauge=none`` reads as None; where the option is a choice among names, it is one.
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        return "none" if value is None and kinds.get(name) == "str" else value
+
     def changed(self) -> dict[str, Any]:
         """Options that differ from their defaults."""
         return {
@@ -245,7 +346,7 @@ class Config:
         }
 
     def __str__(self) -> str:
-        return format_spec(Spec(self.mechanism, self.changed()))
+        return format_spec(self.spec())
 
 
 def choice_problem(name: str, value: object, choices: tuple[str, ...]) -> Iterator[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention.masks import MASK_KINDS, Mask
+from subquad.attention.outside import by_calls
 from subquad.attention.partial import Partial
 from subquad.errors import (
     DeviceError,
@@ -62,6 +63,8 @@ class Capabilities:
         state: ``"constant"`` or ``"growing"`` memory in `prefill`/`step`, or `Absent`.
         read: `step` without new keys reads the state (cross-attention).
         partial: `Mechanism.partial` gives sums that merge with those of other keys.
+        merges: partial sums of disjoint keys merge to those of one call over all of them; absent
+            where each call chooses for itself.
         weights: `Mechanism.weights` gives the implied attention matrix.
         approximates: what the mechanism approximates (``"softmax"``), or None.
         trainable: gradients reach q, k and v.
@@ -74,6 +77,7 @@ class Capabilities:
         compact: a row with masked keys anywhere equals the row without those tokens.
         exact_gradient: gradients are the output's own; absent where a selection or statistics
             of the call are held fixed.
+        full_length: the output has a row for each query.
         reach: which past tokens can influence a token under a causal mask, in words; in
             numbers see `Mechanism.reached`.
     """
@@ -89,6 +93,7 @@ class Capabilities:
     state: Literal["constant", "growing"] | Absent = Absent("no state is defined")
     read: Support = True
     partial: Support = Absent("sums over keys are not separable")
+    merges: Support = True
     weights: Support = True
     approximates: str | None = None
     trainable: Support = True
@@ -100,6 +105,7 @@ class Capabilities:
     pad_invariant: Support = True
     compact: Support = True
     exact_gradient: Support = True
+    full_length: Support = True
     reach: str = "all past tokens"
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -307,6 +313,49 @@ class Mechanism(nn.Module, ABC):
 
     def _read(self, q: Tensor, state: Any, scale: float) -> Tensor:
         raise UnsupportedError(self.name, "step without new keys")
+
+    @classmethod
+    def outside_for(cls, config: Any) -> Support:
+        """Whether `_outside` works with these options: the mechanism can be a far field.
+
+        Its sums have to be those of exp(scale·q·k), for others are in other units than exact
+        sums, and its normalisers must never be negative.
+        """
+        have = cls.capabilities_for(config)
+        if have.approximates != "softmax":
+            return Absent("its weights do not estimate exp(scale·q·k), the units of exact ones")
+        needs = {"partial": have.partial, "causal": have.causal, "compact": have.compact}
+        for need, support in needs.items():
+            if isinstance(support, Absent) and cls._outside is Mechanism._outside:
+                return Absent(f"sums outside of a window need {need!r}: {support.reason}")
+        return True
+
+    def _outside(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: Any,
+        window: int,
+        closed: Tensor | None = None,
+    ) -> list[Partial]:
+        """Sums over the keys j with |i + S − L − j| > `window`, disjoint parts to be merged.
+
+        Args:
+            q, k, v, scale: as in `_attend`, float32 or float64.
+            mask: causal and key parts; data-dependent choices look at all open keys.
+            window: keys left out on each side of a query's position, which is left out too;
+                −1 leaves nothing out.
+            closed: (B, 1 or Hkv, S) bool, True = keys that another part reads.
+        """
+        return by_calls(self._partial, q, k, v, mask, scale, window, closed)
+
+    def _prefill_partial(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, key_mask: Tensor | None, scale: Any
+    ) -> tuple[Partial, State]:
+        """`_prefill` with the sums instead of their ratio, to be merged with exact ones."""
+        raise UnsupportedError(self.name, "prefill")
 
     # ---- what a user calls ---------------------------------------------------------------
 

@@ -72,9 +72,9 @@ def combine(partials: Iterable[Partial]) -> Partial:
     parts = list(partials)
     if not parts:
         raise ShapeError("combine needs at least one partial")
-    shapes = {tuple(part.num.shape) for part in parts}
-    if len(shapes) > 1:
-        raise ShapeError(f"partials must have one shape, given {sorted(shapes)}")
+    if any(part.num.shape != parts[0].num.shape for part in parts):
+        shapes = sorted({tuple(part.num.shape) for part in parts})
+        raise ShapeError(f"partials must have one shape, given {shapes}")
     if len(parts) == 1:
         return parts[0]
     scales = [

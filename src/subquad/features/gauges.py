@@ -25,7 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GAUGES", "Gauge", "Moments", "make_gauge", "moments", "pool_moments"]
+__all__ = [
+    "GAUGES",
+    "Gauge",
+    "Moments",
+    "make_gauge",
+    "merge_moments",
+    "moments",
+    "pool_moments",
+]
 
 GAUGES = ("none", "centre_keys", "centre", "balance")
 """none; μ_k only; both centres; both centres and T."""
@@ -101,6 +109,27 @@ def pool_moments(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> tuple[
     ]
     tokens = torch.tensor(counts, dtype=torch.long, device=q.device)
     return Moments(mean_q[0], mean_k[0], cov_q[0], cov_k[0]), tokens
+
+
+@torch.no_grad()
+def merge_moments(
+    old: Moments, seen: Tensor, new: Moments, tokens: Tensor
+) -> tuple[Moments, Tensor]:
+    """Moments of two batches together, and their token counts (queries, keys).
+
+    Cost O(D²) per head. A batch without any token changes nothing.
+    """
+    total = seen + tokens
+    shares = tokens.double() / total.clamp_min(1)
+    merged = {}
+    for side, share in zip(("q", "k"), shares, strict=True):
+        mean, cov = getattr(old, f"mean_{side}"), getattr(old, f"cov_{side}")
+        step = getattr(new, f"mean_{side}") - mean
+        spread = step[..., :, None] * step[..., None, :]
+        extra = getattr(new, f"cov_{side}")
+        merged[f"mean_{side}"] = mean + share * step
+        merged[f"cov_{side}"] = (1 - share) * cov + share * extra + share * (1 - share) * spread
+    return Moments(**merged), total
 
 
 @dataclass(frozen=True, eq=False)

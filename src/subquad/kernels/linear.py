@@ -136,12 +136,24 @@ def _trig_pullback(value: Tensor, cotangent: Tensor) -> Tensor:
 
 
 def _elu(x: Tensor, out: Tensor) -> None:
-    out.copy_(torch.where(x > 0, x + 1.0, x.exp()))
+    above = x.clamp_min(0.0)
+    torch.clamp_max(x, 0.0, out=out).exp_().add_(above)
+
+
+def _softplus(x: Tensor, out: Tensor) -> None:
+    above = x.clamp_min(0.0)
+    torch.abs(x, out=out).neg_().exp_().log1p_().add_(above)
+
+
+def _sigmoid(x: Tensor, out: Tensor) -> None:
+    torch.sigmoid(x, out=out)
 
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(1, _relu, lambda y, d: d.masked_fill(y <= RELU_EPSILON, 0.0)),
     "elu": Activation(1, _elu, lambda y, d: d * y.clamp_max(1.0)),
+    "softplus": Activation(1, _softplus, lambda y, d: torch.expm1(-y).mul_(d).neg_()),
+    "sigmoid": Activation(1, _sigmoid, lambda y, d: d * y * (1.0 - y)),
     "trig": Activation(2, _trig, _trig_pullback),
 }
 """Built-in plain maps. "trig" gives [cos, sin]·R^-½, so that |φ_q·φ_k| ≤ 1."""

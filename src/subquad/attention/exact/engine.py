@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from subquad.attention.base import State
@@ -21,7 +23,18 @@ from subquad.attention.masks import Mask
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
 from subquad.errors import DtypeError, ShapeError
 
-__all__ = ["CHUNK_BYTES", "KeyValueState", "clear", "over_queries", "softmax_sums"]
+__all__ = [
+    "CHUNK_BYTES",
+    "KeyValueState",
+    "Reach",
+    "clear",
+    "explicit",
+    "fused",
+    "masked",
+    "over_queries",
+    "softmax_sums",
+    "wide",
+]
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes that one chunk's mask or scores may take."""
@@ -105,12 +118,34 @@ Chunk = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, 
 """(q rows, k span, v span, allowed, bias or None) → tensors whose dimension 2 is the query."""
 
 
+class Reach(Protocol):
+    """What `over_queries` asks of a mask: a `Mask`, or a rule of one's own."""
+
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window(self) -> object: ...
+    @property
+    def dense(self) -> Tensor | None: ...
+    def span(self, start: int, stop: int, queries: int, keys: int) -> tuple[int, int]: ...
+    def rows(
+        self,
+        start: int,
+        stop: int,
+        queries: int,
+        keys: int,
+        *,
+        span: tuple[int, int] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor: ...
+
+
 def over_queries(
     function: Chunk,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: Reach,
     bytes_per_query: int,
     *,
     random: bool = False,
@@ -126,7 +161,7 @@ def over_queries(
         q: (B, H, L, D).
         k: (B, Hkv, S, D).
         v: (B, Hkv, S, V).
-        mask: flattened, see `Mask.flatten`.
+        mask: flattened, see `Mask.flatten`; or another `Reach`.
         bytes_per_query: what one query costs within `function`, all rows and heads.
         random: whether `function` draws random numbers (dropout).
     """
@@ -135,17 +170,19 @@ def over_queries(
     again = rows < queries and torch.is_grad_enabled()
     if (mask.causal or mask.window is not None) and not torch.compiler.is_compiling():
         rows = min(rows, CHUNK_ROWS)
-    edges = [(0, queries)]  # a single chunk has to compile for any length
+    edges, pieces = [(0, queries)], [q]  # a single chunk has to compile for any length
     if rows < queries:
+        # Split, not sliced: the gradient of a slice is as long as q, for every chunk.
+        pieces = list(q.split(rows, 2))
         edges = [(start, min(queries, start + rows)) for start in range(0, queries, rows)]
     parts = []
     # Longest spans first: what they free is large enough for all that follow.
-    for start, stop in reversed(edges):
+    for (start, stop), piece in zip(reversed(edges), reversed(pieces), strict=True):
         first, last = mask.span(start, stop, queries, keys)
         if first == last:  # no key in reach: one closed key keeps the shapes regular
             last = first + 1
         run = functools.partial(_chunk, function, mask, (start, stop, queries, keys), (first, last))
-        tensors = q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last]
+        tensors = piece, k[:, :, first:last], v[:, :, first:last]
         if again:
             parts.append(checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=random))
         else:
@@ -157,7 +194,7 @@ def over_queries(
 
 def _chunk(
     function: Chunk,
-    mask: Mask,
+    mask: Reach,
     rows: tuple[int, int, int, int],
     span: tuple[int, int],
     q: Tensor,
@@ -203,6 +240,88 @@ def softmax_sums(
     log_scale = lse.masked_fill(empty, EMPTY_LOG_SCALE).squeeze(-1)
     den = torch.ones_like(lse).masked_fill(empty, 0.0).squeeze(-1)
     return num, den, log_scale
+
+
+def wide(q: Tensor, v: Tensor) -> bool:
+    """Whether values are so wide that `fused` materialises weights, to be cut into chunks."""
+    # Widening q and k to V would cost more than it saves: the weights are materialised
+    # (a chunk at a time), as in `Mechanism.weights`, where V = S.
+    return v.shape[-1] > 4 * q.shape[-1]
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    causal: bool = False,
+) -> Tensor:
+    """torch's fused softmax attention for V ≠ D and grouped queries too.
+
+    Args:
+        q: (B, H, L, D).
+        k: (B, Hkv, S, D).
+        v: (B, Hkv, S, V).
+        mask: bool (True = attend) or floats, broadcastable to (B, H, L, S), or None.
+        scale: factor of the logits.
+        dropout: probability with which a weight is dropped.
+        causal: torch's causal mask, aligned to the start.
+    """
+    value_dim, head_dim = v.shape[-1], q.shape[-1]
+    if value_dim != head_dim and not wide(q, v):
+        # The fused kernels take one width; columns of zeros change neither logits nor output.
+        width = max(value_dim, head_dim)
+        q, k, v = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[..., :value_dim]
+
+
+def masked(
+    run: functools.partial[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """A `Chunk` of `over_queries` for `fused`, given as `run`: rows without keys are zeros."""
+    # Whether a kernel gives NaN for a row without keys depends on the backend: such a row
+    # reads all keys, and is then replaced.
+    empty = ~allowed.any(-1, keepdim=True)
+    if bias is None:
+        mask = allowed | empty
+    else:
+        mask = bias.masked_fill(~allowed, float("-inf")).masked_fill(empty, 0.0)
+    return (run(q, k, v, mask).masked_fill(empty, 0.0),)
+
+
+def explicit(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    dtype: torch.dtype,
+    dropout: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """A `Chunk` of `over_queries` that gives `softmax_sums` of dot products in `dtype`."""
+    grouped = q.to(dtype).reshape(len(q), k.shape[1], -1, q.shape[-1]) * scale
+    logits = (grouped @ k.to(dtype).transpose(-1, -2)).reshape(*q.shape[:-1], k.shape[2])
+    return softmax_sums(logits, v, allowed, bias, dropout)
 
 
 def as_partial(sums: tuple[Tensor, ...]) -> Partial:

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State
+from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State, Support
 from subquad.attention.exact.engine import (
     KeyValueState,
     as_partial,
     clear,
     dense_as,
+    explicit,
+    fused,
     mask_rows,
+    masked,
     over_queries,
-    softmax_sums,
     sums_dtype,
+    wide,
 )
 from subquad.attention.masks import Mask
 from subquad.attention.partial import Partial
@@ -120,6 +123,10 @@ class Softmax(Mechanism):
             deterministic=drops if config.dropout else True,
         )
 
+    @classmethod
+    def outside_for(cls, config: SoftmaxConfig) -> Support:
+        return True
+
     @property
     def dropout(self) -> float:
         """The probability in force: zero in evaluation mode."""
@@ -138,26 +145,26 @@ class Softmax(Mechanism):
         if mask.causal and queries == 1 and mask.window is None:
             mask = replace(mask, causal=False, prefix=None)  # the last query reads every key
         kinds = set(mask.kinds())
-        run = functools.partial(_fused, scale=scale, dropout=self.dropout)
-        wide = _wide(q, v)
-        if kinds <= {"key"} and not wide:
+        run = functools.partial(fused, scale=scale, dropout=self.dropout)
+        too_wide = wide(q, v)
+        if kinds <= {"key"} and not too_wide:
             # Rows without any key may read all of them: these are zeros.
             opened = None
             if mask.key is not None:
                 opened = (mask.key | ~mask.key.any(-1, keepdim=True))[:, None, None, :]
             return run(q, k, v, opened)
         # Too small a scale would not move the masked keys' logits far enough.
-        if kinds <= {"causal", "key"} and queries >= keys and not wide and scale > 2.0**-10:
+        if kinds <= {"causal", "key"} and queries >= keys and not too_wide and scale > 2.0**-10:
             ahead = queries - keys  # these queries precede every key
             q = q[:, :, ahead:]
             if mask.key is not None:
                 q, k = _columns(q, k, mask.key)
             out = run(q, k, v, None, causal=True)
             return F.pad(out, (0, 0, ahead, 0)) if ahead else out
-        batch, heads = q.shape[:2] if wide else mask_rows(mask, len(q))
+        batch, heads = q.shape[:2] if too_wide else mask_rows(mask, len(q))
         size = batch * heads * keys * q.element_size()
         (out,) = over_queries(
-            functools.partial(_masked, run), q, k, v, mask, size, random=self.dropout > 0
+            functools.partial(masked, run), q, k, v, mask, size, random=self.dropout > 0
         )
         return out
 
@@ -166,7 +173,7 @@ class Softmax(Mechanism):
         mask = dense_as(mask, dtype)
         k, v = clear(k, v, mask)
         size = 8 * q.shape[0] * q.shape[1] * k.shape[2] * dtype.itemsize
-        function = functools.partial(_explicit, scale=scale, dtype=dtype, dropout=self.dropout)
+        function = functools.partial(explicit, scale=scale, dtype=dtype, dropout=self.dropout)
         sums = over_queries(function, q, k, v, mask, size, random=self.dropout > 0)
         return as_partial(sums)
 
@@ -186,40 +193,6 @@ class Softmax(Mechanism):
         return self._cleared(q, state.k, state.v, Mask(key=state.key), scale)
 
 
-def _wide(q: Tensor, v: Tensor) -> bool:
-    # Widening q and k to V would cost more than it saves: the weights are materialised
-    # (a chunk at a time), as in `Mechanism.weights`, where V = S.
-    return v.shape[-1] > 4 * q.shape[-1]
-
-
-def _fused(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    dropout: float,
-    causal: bool = False,
-) -> Tensor:
-    value_dim, head_dim = v.shape[-1], q.shape[-1]
-    if value_dim != head_dim and not _wide(q, v):
-        # The fused kernels take one width; columns of zeros change neither logits nor output.
-        width = max(value_dim, head_dim)
-        q, k, v = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out[..., :value_dim]
-
-
 def _columns(q: Tensor, k: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """q and k with a column whose product is 0 for open keys and −huge for masked ones.
 
@@ -230,37 +203,3 @@ def _columns(q: Tensor, k: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     column = torch.zeros_like(key, dtype=k.dtype).masked_fill(~key, -huge)
     column = column[:, None, :, None].expand(-1, k.shape[1], -1, -1)
     return F.pad(q, (0, 1), value=huge), torch.cat([k, column], -1)
-
-
-def _masked(
-    run: functools.partial[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, ...]:
-    # Whether a kernel gives NaN for a row without keys depends on the backend: such a row
-    # reads all keys, and is then replaced.
-    empty = ~allowed.any(-1, keepdim=True)
-    if bias is None:
-        mask = allowed | empty
-    else:
-        mask = bias.masked_fill(~allowed, float("-inf")).masked_fill(empty, 0.0)
-    return (run(q, k, v, mask).masked_fill(empty, 0.0),)
-
-
-def _explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    bias: Tensor | None,
-    *,
-    scale: float,
-    dtype: torch.dtype,
-    dropout: float,
-) -> tuple[Tensor, ...]:
-    grouped = q.to(dtype).reshape(len(q), k.shape[1], -1, q.shape[-1]) * scale
-    logits = (grouped @ k.to(dtype).transpose(-1, -2)).reshape(*q.shape[:-1], k.shape[2])
-    return softmax_sums(logits, v, allowed, bias, dropout)

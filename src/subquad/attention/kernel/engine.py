@@ -9,6 +9,7 @@ algorithm, its stabilisation and its cost are documented in `subquad.kernels.lin
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,12 +19,19 @@ from torch import Tensor
 
 from subquad.attention.base import Mechanism, State
 from subquad.attention.masks import Mask
-from subquad.attention.partial import Partial
+from subquad.attention.outside import Side, outside
+from subquad.attention.partial import Partial, combine
 from subquad.errors import OptionError, ShapeError
-from subquad.kernels.linear import LN2
+from subquad.kernels.linear import ACTIVATIONS, LN2
 from subquad.kernels.ops import linear_attention, linear_attention_functions
 
-__all__ = ["FunctionFeatures", "KernelMechanism", "LinearFeatures", "LinearState"]
+__all__ = [
+    "FunctionFeatures",
+    "KernelMechanism",
+    "LinearFeatures",
+    "LinearState",
+    "SignedFeatures",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +80,50 @@ class FunctionFeatures:
     clip: float = 0.0
 
 
-FeatureMaps = LinearFeatures | FunctionFeatures
+@dataclass(frozen=True, eq=False)
+class SignedFeatures:
+    """Weights of either sign for positive features: w_ij = Σ_m α_m(q_i)·exp(u_m(k_j)).
+
+    Positive and negative part of α = α₊ − α₋ are two positive maps, read side by side from one
+    state: sums N₊, D₊ and N₋, D₋ and outputs o = N/D. A normaliser D₊ − D₋ can vanish, so the
+    negative part is limited to a share of the positive one, row by row and, under a causal mask,
+    by the keys seen so far:
+
+        out = (N₊ − s·N₋)/(D₊ − s·D₋) = (o₊ − r·o₋)/(1 − r),   r = s·D₋/D₊ = min(D₋/D₊, 1 − clip)
+
+    Args:
+        query: α of (B, Hkv, n, D) → (B, Hkv, n, M); no row may be without positive entry.
+        key: u of (B, Hkv, n, D) → (B, Hkv, n, M).
+        features: M.
+        key_bias, query_log: as in `LinearFeatures`.
+        clip: least normaliser as a share of its positive part; 0 does not limit.
+        key_bias: as in `LinearFeatures`.
+    """
+
+    query: Callable[[Tensor], Tensor]
+    key: Callable[[Tensor], Tensor]
+    features: int
+    query_log: Callable[[], Tensor] | None = None
+    clip: float = 0.0
+    key_bias: Tensor | None = None
+
+    def logarithms(self, x: Tensor) -> Tensor:
+        """ln α₊ and ln α₋ of (B, Hkv, 2n, D), whose second half repeats the first."""
+        alpha = self.query(x[:, :, : x.shape[2] // 2])
+        # Weights below √tiny are left out: the derivative of their logarithm would overflow.
+        least = torch.finfo(alpha.dtype).tiny ** 0.5
+        log = torch.log(alpha.abs().clamp_min(least))
+        above = log.masked_fill(alpha <= least, -torch.inf)
+        below = log.masked_fill(alpha >= -least, -torch.inf)
+        # A row without negative weight gets its positive ones times 2^-100, below rounding:
+        # an empty row would be mistaken for one that underflowed.
+        none = alpha.detach().amin(-1, keepdim=True) >= -least
+        if bool(none.any()):
+            below = torch.where(none, above - 100.0 * LN2, below)
+        return torch.cat([above, below], 2)
+
+
+FeatureMaps = LinearFeatures | FunctionFeatures | SignedFeatures
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,11 +169,68 @@ def _call(
             activation=maps.activation, quad=maps.quad, clip=maps.clip, absorb=absorb,
             key_bias=maps.key_bias, key_mask=key_mask, state=state,
         )  # fmt: skip
+    if isinstance(maps, SignedFeatures):
+        return _signed(maps, q, k, v, absorb, key_mask, state)
     return linear_attention_functions(
         q, k, v, _checked(maps.query, maps), _checked(maps.key, maps), log=maps.log,
         features=maps.features, parameters=maps.parameters, clip=maps.clip, absorb=absorb,
         key_bias=maps.key_bias, key_mask=key_mask, state=state,
     )  # fmt: skip
+
+
+def _signed(
+    maps: SignedFeatures, q: Tensor, k: Tensor, v: Tensor, absorb: int,
+    key_mask: Tensor | None, state: Flat | None,
+) -> tuple[Tensor, Tensor, Tensor, Flat]:  # fmt: skip
+    above, below, new = signs(maps, q, k, v, absorb, key_mask, state)
+    part = limited(above, below, maps.clip)
+    return part.output().to(v.dtype), part.den, part.log_scale / LN2, new
+
+
+def signs(
+    maps: SignedFeatures, q: Tensor, k: Tensor, v: Tensor, absorb: int,
+    key_mask: Tensor | None, state: Flat | None,
+) -> tuple[Partial, Partial, Flat]:  # fmt: skip
+    """Sums under α₊ and under α₋, without the factors of `query_log`, and the new state."""
+    if v.dtype not in (torch.float32, torch.float64):  # the two may cancel
+        v = v.float()
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    twice = torch.cat([grouped, grouped], 2).flatten(1, 2)
+    *found, new = linear_attention_functions(
+        twice, k, v, maps.logarithms, maps.key, log=True, features=maps.features,
+        absorb=absorb, key_bias=maps.key_bias, key_mask=key_mask, state=state,
+    )  # fmt: skip
+    split = [t.unflatten(1, (k.shape[1], 2, -1)).unbind(2) for t in found]
+    above, below = (
+        _absolute(out.flatten(1, 2), den.flatten(1, 2), log_scale.flatten(1, 2), None)
+        for out, den, log_scale in zip(*split, strict=True)
+    )
+    return above, below, new
+
+
+def limited(above: Partial, below: Partial, clip: float) -> Partial:
+    """N₊ − s·N₋ and D₊ − s·D₋, s = min(1, (1 − clip)·D₊/D₋), from sums under α₊ and α₋.
+
+    With clip = 0 nothing is limited: s = 1.
+    """
+    if not clip:
+        return combine([above, Partial(-below.num, -below.den, below.log_scale)])
+    first, second = (
+        torch.log(part.den.masked_fill(part.den == 0, 1.0)) + part.log_scale
+        for part in (above, below)
+    )
+    share = torch.exp((second - first).clamp_max(math.log1p(-clip)))
+    share = share.masked_fill((above.den == 0) | (below.den == 0), 0.0)
+    num = above.num - (share * above.den)[..., None] * below.output()
+    return Partial(num, above.den * (1.0 - share), above.log_scale)
+
+
+def _width(maps: FeatureMaps) -> int:
+    """M, the number of features that the maps give."""
+    if not isinstance(maps, LinearFeatures):
+        return maps.features
+    per_column = 1 if maps.activation == "exp" else ACTIVATIONS[maps.activation].expand
+    return per_column * maps.wk.shape[-1]
 
 
 def _checked(
@@ -144,6 +252,14 @@ def _checked(
         return value
 
     return features
+
+
+def _absolute(out: Tensor, den: Tensor, log_scale: Tensor, query_log: Tensor | None) -> Partial:
+    """A call's results as sums; `query_log` is what its φ_q leave out."""
+    log_scale = log_scale * LN2
+    if query_log is not None:
+        log_scale = log_scale + query_log
+    return Partial(out * den[..., None], den, log_scale)
 
 
 class KernelMechanism(Mechanism):
@@ -192,36 +308,83 @@ class KernelMechanism(Mechanism):
         )
         return out, den, log_scale, maps
 
-    def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Partial:
+    def _partial(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, clipped: bool = False
+    ) -> Partial:
         if q.dtype not in (torch.float32, torch.float64):
             q, k, v = q.float(), k.float(), v.float()
-        out, den, log_scale, maps = self._sums(q, k, v, mask, scale, clipped=False)
-        log_scale = log_scale * LN2
-        if maps.query_log is not None:
-            log_scale = log_scale + maps.query_log()
-        return Partial(out * den[..., None], den, log_scale)
+        out, den, log_scale, maps = self._sums(q, k, v, mask, scale, clipped)
+        log = None if maps.query_log is None else maps.query_log()
+        return _absolute(out, den, log_scale, log)
+
+    def _outside(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        window: int,
+        closed: Tensor | None = None,
+    ) -> list[Partial]:
+        # One choice of maps for both sides: their statistics are those of all open keys.
+        maps = self._features(q, k, mask, scale)
+        if closed is not None:
+            bias = maps.key_bias
+            if bias is None:
+                bias = torch.zeros(k.shape[:-1], dtype=q.dtype, device=k.device)
+            maps = replace(maps, key_bias=bias.masked_fill(closed, -math.inf))
+        log = None if maps.query_log is None else maps.query_log()
+
+        def run(side: Side) -> Partial:
+            own = maps
+            if maps.key_bias is not None:
+                own = replace(maps, key_bias=side.of_keys(maps.key_bias))
+            x, y, values = side.of_queries(q), side.of_keys(k), side.of_keys(v)
+            key = None if mask.key is None else side.of_keys(mask.key, 1)
+            absorb = y.shape[2] - x.shape[2] if side.causal else y.shape[2]
+            out, den, log_scale, _ = _call(own, x, y, values, absorb, key, None)
+            return _absolute(out, den, log_scale, None if log is None else side.of_queries(log))
+
+        return outside(run, q.shape[2], k.shape[2], window, mask.causal)
 
     def _prefill(
         self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None,
         key_mask: Tensor | None, scale: float,
     ) -> tuple[Tensor, State]:  # fmt: skip
+        out, _, _, _, new = self._continue(q, k, v, state, key_mask, scale)
+        return out, new
+
+    def _prefill_partial(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None,
+        key_mask: Tensor | None, scale: float,
+    ) -> tuple[Partial, State]:  # fmt: skip
+        out, den, log_scale, maps, new = self._continue(q, k, v, state, key_mask, scale)
+        log = None if maps.query_log is None else maps.query_log()
+        return _absolute(out, den, log_scale, log), new
+
+    def _continue(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | None,
+        key_mask: Tensor | None, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor, FeatureMaps, State]:  # fmt: skip
         mask = Mask(causal=True, key=key_mask)
         maps = self._features(q, k, mask, scale)
         if state is not None:
-            self._check_sums(state)
+            self._check_sums(state, maps)
         queries, keys = q.shape[2], k.shape[2]
         if queries > keys:
             raise ShapeError(
                 f"prefill needs L ≤ S, given L={queries} queries for S={keys} new keys"
             )
-        out, _, _, sums = _call(maps, q, k, v, keys - queries, key_mask, _flat(state, v.shape[-1]))
+        before = _flat(state, v.shape[-1])
+        out, den, log_scale, sums = _call(maps, q, k, v, keys - queries, key_mask, before)
         shape = (k.shape[0], k.shape[1])
         s, z, c, mass = (t.unflatten(0, shape) for t in sums)
         seen = 0 if state is None else state.length
-        return out, LinearState(s, z, c, mass, seen + keys)
+        return out, den, log_scale, maps, LinearState(s, z, c, mass, seen + keys)
 
-    def _check_sums(self, state: LinearState) -> None:
-        wanted = (self.num_kv_heads, self.config.features)  # type: ignore[attr-defined]  # all have it
+    def _check_sums(self, state: LinearState, maps: FeatureMaps) -> None:
+        wanted = (self.num_kv_heads, _width(maps))
         if tuple(state.s.shape[1:3]) != wanted:
             raise ShapeError(
                 f"{self.name}: the state must hold (B, Hkv, M, V) sums with (Hkv, M) = {wanted}, "
@@ -229,8 +392,8 @@ class KernelMechanism(Mechanism):
             )
 
     def _read(self, q: Tensor, state: LinearState, scale: float) -> Tensor:
-        self._check_sums(state)
         maps = self._features(q, None, None, scale)
+        self._check_sums(state, maps)
         kv = state.s.shape[1]
         k = q.new_empty(q.shape[0], kv, 0, q.shape[-1])
         v = q.new_empty(q.shape[0], kv, 0, state.s.shape[-1])

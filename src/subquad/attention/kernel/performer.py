@@ -33,9 +33,18 @@ from subquad.attention.kernel.engine import (
     LinearFeatures,
 )
 from subquad.attention.masks import Mask
+from subquad.attention.partial import Partial
 from subquad.errors import CalibrationError, OptionError
 from subquad.features.draws import DRAWS, NORMS, draw_projection
-from subquad.features.gauges import GAUGES, Gauge, Moments, make_gauge, moments, pool_moments
+from subquad.features.gauges import (
+    GAUGES,
+    Gauge,
+    Moments,
+    make_gauge,
+    merge_moments,
+    moments,
+    pool_moments,
+)
 from subquad.features.spectral import SpectralMap
 from subquad.options import Config, choice_problem, integer_problem, number_problem
 
@@ -332,15 +341,9 @@ class Performer(KernelMechanism):
         q, k, _, mask, _ = self._check(q, k, k.new_zeros(*k.shape[:-1], self.value_dim or 1), mask)
         found, tokens = pool_moments(q, k, mask.key)
         old = Moments(self.mean_q, self.mean_k, self.cov_q, self.cov_k)
-        total = self.tokens + tokens
-        shares = tokens.double() / total.clamp_min(1)  # a batch without any token changes nothing
-        for side, share in zip(("q", "k"), shares, strict=True):
-            mean, new = getattr(old, f"mean_{side}"), getattr(found, f"mean_{side}")
-            cov, extra = getattr(old, f"cov_{side}"), getattr(found, f"cov_{side}")
-            step = new - mean
-            spread = step[..., :, None] * step[..., None, :]
-            cov.copy_((1 - share) * cov + share * extra + share * (1 - share) * spread)
-            mean.add_(share * step)
+        merged, total = merge_moments(old, self.tokens, found, tokens)
+        for name in ("mean_q", "mean_k", "cov_q", "cov_k"):
+            getattr(self, name).copy_(getattr(merged, name))
         self.tokens.copy_(total)
         self._calibrated = bool((total > 0).all())
 
@@ -393,13 +396,26 @@ class Performer(KernelMechanism):
 
     # ---- features ------------------------------------------------------------------------
 
+    @classmethod
+    def outside_for(cls, config: PerformerConfig) -> Support:
+        if config.estimator == "trig" or isinstance(config.estimator, SpectralMap):
+            return Absent("cosines change sign: the normaliser of some of the keys can vanish")
+        return super().outside_for(config)
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+        self._count_call()
+        return super()._attend(q, k, v, mask, scale)
+
+    def _outside(self, *args: Any, **options: Any) -> list[Partial]:
+        self._count_call()
+        return super()._outside(*args, **options)
+
+    def _count_call(self) -> None:
         every = self.config.redraw
         if every is not None and self.training:
             if self._calls and self._calls % every == 0:
                 self.redraw()
             self._calls += 1
-        return super()._attend(q, k, v, mask, scale)
 
     def weights(self, *args: Any, **options: Any) -> Tensor:
         """As `Mechanism.weights`; looking does not count as a training call."""
