@@ -5,6 +5,9 @@ k (B, Hkv, S, D) and v (B, Hkv, S, V). `allowed` is a bool (B or 1, H or 1, L, S
 attend; `mech` supplies parameters and buffers. Differentiable by autograd.
 """
 
+import inspect
+import itertools
+
 import torch
 
 from subquad.attention.masks import Mask
@@ -48,8 +51,10 @@ def ref_additive(mech, q, k, v, *, allowed, scale=1.0, bias=None):
     return weighted_mean(logits if bias is None else logits + bias.double(), v, allowed)
 
 
-def ref_performer(mech, q, k, v, *, allowed, scale):
+def ref_performer(mech, q, k, v, *, allowed, scale, logarithms=False):
     """Random-feature attention with every φ materialised; see `subquad...performer`.
+
+    With `logarithms` ln κ_ij themselves, estimates of scale·q_i·k_j (positive estimators).
 
     The projection, and with data-aware options the gauge and the proposal, are taken from
     `mech` as given: they carry no gradient. The features are built from their definitions.
@@ -61,7 +66,7 @@ def ref_performer(mech, q, k, v, *, allowed, scale):
     omega = mech.projection.detach().double()
     log_weight = torch.zeros(omega.shape[:-1], dtype=torch.float64)
     x, y = q * root, k * root
-    tilt = torch.zeros_like(y[..., 0])
+    tilt, row = torch.zeros_like(y[..., 0]), torch.zeros_like(x[..., 0])
     if config.uses_moments:
         # Per call, statistics leave out keys that no query may read.
         mask = Mask(key=allowed.expand(len(q), -1, -1, -1)[:, 0].any(-2))
@@ -74,6 +79,7 @@ def ref_performer(mech, q, k, v, *, allowed, scale):
             return t.repeat_interleave(groups, t.dim() - rank - 1)
 
         shift_q, shift_k = spread(gauge.shift_q, 1), spread(gauge.shift_k, 1)
+        row = (x * shift_k[..., None, :]).sum(-1)
         x, y = x - shift_q[..., None, :], y - shift_k[..., None, :]
         tilt = (y * shift_q[..., None, :]).sum(-1)
         if gauge.transform is not None:
@@ -95,6 +101,10 @@ def ref_performer(mech, q, k, v, *, allowed, scale):
         log_weight = torch.cat([log_weight, log_weight], -1)
     pairs = from_x[:, :, :, None] + from_y[:, :, None] + log_weight[..., None, None, :]
     logits = pairs.logsumexp(-1) + (tilt - 0.5 * y.square().sum(-1))[:, :, None]
+    if logarithms:  # the mean over features, and what is constant in a row
+        return logits - pairs.new_tensor(pairs.shape[-1]).log() + (
+            row - 0.5 * x.square().sum(-1)
+        )[..., None]
     return weighted_mean(logits, v, allowed)
 
 
@@ -121,6 +131,61 @@ def ref_gaussian(mech, q, k, v, *, allowed, scale):
     return weighted_mean(logits, v, allowed)
 
 
+def ref_mixed(mech, q, k, v, *, allowed, scale, causal=False):
+    """Each part's reference on that part's heads and key/value heads, with its own scale."""
+    outs, head, groups = [], 0, q.shape[1] // k.shape[1]
+    for index, part in enumerate(mech.config.parts):
+        heads = slice(head, head + part.count)
+        kv_heads = slice(head // groups, (head + part.count) // groups)
+        mine = allowed if allowed.shape[1] == 1 else allowed[:, heads]
+        naive = globals()[f"ref_{part.spec.name}"]
+        asked = {"causal": causal} if "causal" in inspect.signature(naive).parameters else {}
+        own = (q[:, heads], k[:, kv_heads], v[:, kv_heads])
+        outs.append(naive(mech.parts[index], *own, allowed=mine, scale=scale[index], **asked))
+        head += part.count
+    return torch.cat(outs, 1)
+
+
+def ref_near_far(mech, q, k, v, *, allowed, scale):
+    """Σ_j w_ij v_j / Σ_j w_ij with w = e^s in the window and at listed keys, κ elsewhere.
+
+    Which keys are heavy is taken from `mech`: a hard selection.
+    """
+    config, far = mech.config, mech.far
+    queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    allowed = allowed.expand(len(q), q.shape[1], -1, -1)
+    opened = allowed[:, 0].any(-2)
+    exact = torch.zeros_like(allowed)
+    for i in range(queries):
+        for j in range(keys):
+            if abs(i + keys - queries - j) <= config.window and config.window > 0:
+                exact[:, :, i, j] = True
+    at, found = mech._listed(q.detach(), k.detach(), Mask(key=opened), scale)
+    for b in range(len(q)):
+        for h in range(q.shape[1]):
+            if config.heavy:
+                exact[b, h, :, at[b, h // groups][found[b, h // groups]]] = True
+            else:
+                exact[b, h, :, opened[b].nonzero()[: config.sinks, 0]] = True
+    logits = scale * torch.einsum("bhid,bhjd->bhij", q.double(), per_head(q, k, v)[1])
+    if far.name == "kernel_nystrom":  # limited among the far keys
+        positive, negative = ref_kernel_nystrom(
+            far, q, k, v, allowed=opened[:, None, None], scale=scale, estimates=True
+        )
+        above, below = (torch.where(allowed & ~exact, w, 0.0) for w in (positive, negative))
+        total, less = above.sum(-1, keepdim=True), below.sum(-1, keepdim=True)
+        share = (1 - far.config.clip) * total / torch.where(less == 0, 1.0, less)
+        share = torch.where(less == 0, 1.0, share).clamp_max(1.0)
+        weights = torch.where(exact & allowed, logits.exp(), 0.0) + above - share * below
+        return signed_mean(weights, per_head(q, k, v)[2], allowed)
+    if far.name == "performer":
+        estimates = ref_performer(
+            far, q, k, v, allowed=opened[:, None, None], scale=scale, logarithms=True
+        )
+        logits = torch.where(exact, logits, estimates)
+    return weighted_mean(logits, per_head(q, k, v)[2], allowed)
+
+
 def ref_local(mech, q, k, v, *, allowed, scale):
     """Softmax over keys p_i + d·n, −left ≤ n ≤ right, p_i = i + S − L."""
     window, steps = mech.config.window, mech.config.dilation
@@ -133,3 +198,354 @@ def ref_local(mech, q, k, v, *, allowed, scale):
             if 0 <= j < keys:
                 near[i, j] = True
     return ref_softmax(mech, q, k, v, allowed=allowed & near, scale=scale)
+
+
+def ref_strided(mech, q, k, v, *, allowed, scale):
+    """Softmax over the union of two key sets, pair by pair; Child et al. 2019, §4.2."""
+    config, s = mech.config, mech.config.stride
+    queries, keys = q.shape[2], k.shape[2]
+    far = keys + queries if config.reach is None else config.reach
+    read = torch.zeros(queries, keys, dtype=torch.bool)
+    for i in range(queries):
+        p = i + keys - queries
+        for j in range(keys):
+            if config.pattern == "fixed":
+                own, column = p // s == j // s, j % s in range(s - config.columns, s)
+                read[i, j] = own or (column and abs(p // s - j // s) <= far)
+            else:
+                near = config.pattern == "sparse" and abs(p - j) < s
+                read[i, j] = near or ((p - j) % s == 0 and abs(p - j) <= s * far)
+    return ref_softmax(mech, q, k, v, allowed=allowed & read, scale=scale)
+
+
+def ref_bigbird(mech, q, k, v, *, allowed, scale, causal):
+    """Softmax over window, global tokens and blocks, random blocks: a set of keys a query.
+
+    The draw of random blocks is taken from `mech`.
+    """
+    config, heads = mech.config, k.shape[1]
+    queries, keys = q.shape[2], k.shape[2]
+    long = config.preset == "longformer"
+    size = 1 if long else config.block or 64
+    window = config.window if config.window is not None else 256 if long else 3
+    if isinstance(window, int):
+        window = (window, window) if long else (window // 2, window // 2)
+    steps = config.dilation if isinstance(config.dilation, tuple) else [config.dilation] * heads
+    tokens = config.global_tokens if config.global_tokens is not None else (0,) if long else ()
+    marked = config.global_blocks if config.global_blocks is not None else () if long else (0, -1)
+    opened = allowed.expand(len(q), -1, -1, -1).any(-2)[:, 0]
+    read = torch.zeros(len(q), heads, queries, keys, dtype=torch.bool)
+    for b in range(len(q)):
+        end = keys if causal else max([1, *(j + 1 for j in range(keys) if opened[b, j])])
+        blocks = -(-end // size)
+        # A global place counted from the end has none under a causal mask.
+        counted = [n if n >= 0 else n + end for n in tokens if n >= 0 or not causal]
+        whole = [n if n >= 0 else n + blocks for n in marked if n >= 0 or not causal]
+        everywhere = {j for j in range(keys) if j in counted or (not long and j // size in whole)}
+        for h, own in itertools.product(range(heads), range(queries)):
+            p = own + keys - queries
+            near = range(-window[0], (0 if causal else window[1]) + 1)
+            if p in everywhere:
+                found = range(keys)
+            elif long:
+                found = everywhere | {p + n * steps[h] for n in near}
+            else:
+                at = torch.tensor([p // size]), torch.tensor([blocks])
+                drawn = mech.random_blocks(*at, causal=causal)[0, h, 0].tolist()
+                drawn = [n for n in drawn if n >= 0]
+                inner = {p // size + n for n in near}
+                assert len(set(drawn) - inner - set(whole)) == len(drawn), "read twice"
+                found = everywhere | {j for j in range(keys) if j // size in inner | set(drawn)}
+            read[b, h, own, [j for j in found if 0 <= j < keys]] = True
+    read = read.repeat_interleave(q.shape[1] // heads, 1)
+    return ref_softmax(mech, q, k, v, allowed=allowed & read, scale=scale)
+
+
+def ref_global(mech, q, k, v, *, allowed, scale):
+    """Softmax over all keys for a global query; over global tokens, extra and own key else."""
+    config, queries, keys = mech.config, q.shape[2], k.shape[2]
+    if config.tokens == "marked":
+        marks = mech._marks.expand(len(q), keys).tolist()
+    else:
+        listed = range(config.tokens) if isinstance(config.tokens, int) else config.tokens
+        listed = [p if p >= 0 else keys + p for p in listed]
+        marks = [[j in listed for j in range(keys)]] * len(q)
+    read = torch.zeros(len(q), 1, queries, keys, dtype=torch.bool)
+    for b in range(len(q)):
+        for i in range(queries):
+            p = i + keys - queries
+            for j in range(keys):
+                read[b, 0, i, j] = (
+                    marks[b][j] or (p >= 0 and marks[b][p]) or (config.own and j == p)
+                )
+    if not config.extra:
+        return ref_softmax(mech, q, k, v, allowed=allowed & read, scale=scale)
+    groups = q.shape[1] // k.shape[1]
+    u = mech.extra_query.double().repeat_interleave(groups, 0).expand(len(q), -1, -1, -1)
+    key, value = (t.double().repeat_interleave(groups, 1) for t in (k, v))
+    opened = allowed.expand(len(q), 1, queries, keys)[:, :, :1]
+    logits = scale * u @ key.mT
+    keys_of, values_of = (weighted_mean(logits, t, opened) for t in (key, value))
+    there = opened.any(-1, keepdim=True).expand(len(q), 1, queries, config.extra)
+    read = torch.cat([allowed & read, there], -1)
+    key, value = torch.cat([key, keys_of], 2), torch.cat([value, values_of], 2)
+    return ref_softmax(mech, q, key, value, allowed=read, scale=scale)
+
+
+def ref_nystrom(mech, q, k, v, *, allowed, scale):
+    """softmax(q k̃ᵀ) softmax(q̃ k̃ᵀ)⁺ softmax(q̃ kᵀ) v (+ convolution), a row and head at a time."""
+    config, same = mech.config, q.shape[2] == k.shape[2]
+    q, k, v = per_head(q, k, v)
+
+    def means(x):
+        count = min(config.landmarks, len(x))
+        parts = [[i for i in range(len(x)) if i * count // len(x) == s] for s in range(count)]
+        return torch.stack([x[part].mean(0) for part in parts])
+
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    for b in range(len(q)):
+        opened = allowed.expand(len(q), -1, -1, -1)[b, 0].any(0)
+        if not opened.any():
+            continue
+        for h in range(q.shape[1]):
+            key, value = k[b, h][opened], v[b, h][opened]
+            marks = means(key)
+            marks_q = means(q[b, h][opened] if same else q[b, h])
+            first, middle, last = (
+                torch.softmax(scale * left @ right.T, -1)
+                for left, right in ((q[b, h], marks), (marks_q, marks), (marks_q, key))
+            )
+            if config.inverse == "exact":
+                z = torch.linalg.pinv(middle)
+            else:
+                z = middle.T / (middle.sum(0).max() * middle.sum(1).max())
+                eye = torch.eye(len(middle), dtype=torch.float64)
+                for _ in range(config.iterations):
+                    az = middle @ z
+                    z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
+            out[b, h] = first @ z @ (last @ value)
+    if config.conv_kernel is None:
+        return out
+    taps = mech.conv_weight.double()
+    half, n = taps.shape[1] // 2, v.shape[2]
+    closed = ~allowed.expand(len(q), -1, -1, -1)[:, 0].any(-2)
+    v = v.masked_fill(closed[:, None, :, None], 0.0)
+    rows = []
+    for i in range(n):
+        near = range(max(0, i - half), min(n, i + half + 1))
+        rows.append(sum(taps[:, j - i + half, None] * v[:, :, j] for j in near))
+    return out + torch.stack(rows, 2)
+
+
+def ref_linformer(mech, q, k, v, *, allowed, scale):
+    """softmax(scale·q (E k)ᵀ) F v with E and F written out, a row and head at a time."""
+    groups, config = q.shape[1] // k.shape[1], mech.config
+    opened = allowed.expand(len(q), -1, -1, -1)[:, 0].any(-2)
+    k, v = (t.double().masked_fill(~opened[:, None, :, None], 0.0) for t in (k, v))
+    width = -(-mech.max_length // config.k)
+
+    def matrix(weight, head, here):
+        keys = len(here)
+        if config.projection == "learned":
+            return weight[head % len(weight), :, :keys].double()
+        rows = []
+        for start in range(0, keys, width):
+            at = torch.arange(start, min(start + width, keys))
+            if not here[at].any():
+                continue
+            row = torch.zeros(keys, dtype=torch.float64)
+            if config.projection == "mean":
+                row[at] = here[at].double() / here[at].sum()
+            else:
+                row[at] = weight[head % len(weight), : len(at)].double()
+            rows.append(row)
+        return torch.stack(rows)
+
+    out = []
+    for b in range(len(q)):
+        for h in range(q.shape[1]):
+            kv = h // groups
+            first, second = mech.key_projection, mech.value_projection
+            e = matrix(first, kv, opened[b])
+            f = matrix(first if second is None else second, kv, opened[b])
+            weights = torch.softmax(scale * q[b, h].double() @ (e @ k[b, kv]).T, -1)
+            out.append(weights @ (f @ v[b, kv]))
+    return torch.stack(out).reshape(*q.shape[:3], v.shape[-1])
+
+
+def ref_kernel_nystrom(mech, q, k, v, *, allowed, scale, estimates=False):
+    """Softmax weights by g(x, Z)(K + ε I)^-1 g(Z, y), negative ones limited; all pairs explicit.
+
+    With `estimates` the positive and the negative part of the estimates of exp(scale·q_i·k_j).
+
+    Gauge and landmarks are taken from `mech` as given: they carry no gradient.
+    """
+    config, heads, root = mech.config, mech.num_kv_heads, scale**0.5
+    groups = q.shape[1] // heads
+    mask = Mask(key=allowed.expand(len(q), -1, -1, -1)[:, 0].any(-2))
+    gauge, marks_q, marks_k = mech._gauge(q.detach(), k.detach(), mask, root)
+    q, k, v = per_head(q, k, v)
+
+    def spread(t, rank):  # per head, with or without a batch dimension
+        t = t.double().expand(len(q), *t.shape[t.dim() - rank - 1 :])
+        return t.repeat_interleave(groups, 1)
+
+    def coordinates(t, side):
+        shift = getattr(gauge, f"shift_{side}")
+        turn = gauge.transform if side == "q" else gauge.inverse
+        t = t * root - spread(shift, 1)[..., None, :]
+        return t if turn is None else t @ spread(turn, 2)
+
+    def gaussian(a, b):
+        return torch.exp(-(a[..., :, None, :] - b[..., None, :, :]).square().sum(-1) / 2)
+
+    x, y = coordinates(q, "q"), coordinates(k, "k")
+    z = torch.cat([coordinates(spread(marks_q, 2), "q"), coordinates(spread(marks_k, 2), "k")], 2)
+    centred = k * root - spread(gauge.shift_k, 1)[..., None, :]
+    tilt = centred @ spread(gauge.shift_q, 1)[..., None]
+    mass = torch.exp(y.square().sum(-1) / 2 + tilt[..., 0])
+    ridge = config.ridge * torch.eye(z.shape[2], dtype=torch.float64)
+    alpha = gaussian(x, z) @ torch.linalg.inv(gaussian(z, z) + ridge)
+    pairs = gaussian(z, y) * mass[..., None, :]
+    if estimates:
+        row = (q * root * spread(gauge.shift_k, 1)[..., None, :]).sum(-1)
+        row = torch.exp(row + x.square().sum(-1) / 2)[..., None]
+        return [row * (side.clamp_min(0) @ pairs) for side in (alpha, -alpha)]
+    positive, negative = (
+        torch.where(allowed, side.clamp_min(0) @ pairs, 0.0) for side in (alpha, -alpha)
+    )
+    above, below = positive.sum(-1, keepdim=True), negative.sum(-1, keepdim=True)
+    share = (1 - config.clip) * above / torch.where(below == 0, 1.0, below)
+    share = torch.where(below == 0, 1.0, share).clamp_max(1.0)
+    return signed_mean(positive - share * negative, v, allowed)
+
+
+def ref_compressed(mech, q, k, v, *, allowed, scale, causal):
+    """softmax over convolved keys, and for causal queries the tokens since the last whole block."""
+    groups, config, keys = q.shape[1] // k.shape[1], mech.config, k.shape[2]
+    q, stride, width = q.double(), config.stride, config.width
+    opened = allowed.expand(len(q), -1, -1, -1)[:, 0].any(-2)
+    k, v = (t.double().masked_fill(~opened[:, None, :, None], 0.0) for t in (k, v))
+
+    def window(m):  # (tap, position) of the tokens there are
+        start = (m + 1) * stride - width
+        return [(t, start + t) for t in range(width) if 0 <= start + t < keys]
+
+    def apply(x, weight, m):
+        total = torch.zeros(x.shape[-1], dtype=torch.float64)
+        for t, j in window(m):
+            tap = weight[t].double()
+            total = total + (tap @ x[j] if config.conv == "full" else tap * x[j])
+        return total
+
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    for b in range(len(q)):
+        there = [m for m in range(-(-keys // stride)) if any(opened[b, j] for _, j in window(m))]
+        for h in range(q.shape[1]):
+            kv = h // groups
+            short_k = {m: apply(k[b, kv], mech.key_weight[kv], m) for m in there}
+            short_v = {m: apply(v[b, kv], mech.value_weight[kv], m) for m in there}
+            for i in range(q.shape[2]):
+                at = i + keys - q.shape[2]
+                read = [m for m in there if not causal or (m + 1) * stride - 1 <= at]
+                near = []
+                if causal and config.current and at >= 0:
+                    near = [j for j in range((at + 1) // stride * stride, at + 1) if opened[b, j]]
+                if read or near:
+                    of_k = torch.stack([short_k[m] for m in read] + [k[b, kv, j] for j in near])
+                    of_v = torch.stack([short_v[m] for m in read] + [v[b, kv, j] for j in near])
+                    out[b, h, i] = torch.softmax(scale * of_k @ q[b, h, i], 0) @ of_v
+    return out + 0.0 * (q.sum() + k.sum() + v.sum())  # a graph where nothing is read, too
+
+
+def open_keys(allowed, batch):
+    """The key mask (B, S) behind `allowed`, for selections that are taken from the mechanism."""
+    return allowed.expand(batch, -1, -1, -1)[:, 0].any(-2)
+
+
+def ref_sampled(mech, q, k, v, *, allowed, scale):
+    """Softmax over the selected keys, each with the sum of the weights with which it was drawn.
+
+    Which keys, and their weights, are taken from `mech` as given: they carry no gradient.
+    """
+    groups = q.shape[1] // k.shape[1]
+    mask = Mask(key=open_keys(allowed, len(q)))
+    chosen = mech.select(q.detach(), k.detach(), mask, scale)
+    total = torch.zeros(k.shape[:3], dtype=torch.float64)
+    for row, head, at in torch.cartesian_prod(*map(torch.arange, chosen.index.shape)):
+        weight = chosen.log_weight[row, head, at].double().exp()
+        total[row, head, chosen.index[row, head, at]] += weight
+    total = total.repeat_interleave(groups, 1)[:, :, None]
+    return ref_softmax(mech, q, k, v, allowed=allowed & (total > 0), scale=scale, bias=total.log())
+
+
+def ref_clustered(mech, q, k, v, *, allowed, scale):
+    """Vyas et al. 2020, section 3, one cluster after the other; or clusters of keys.
+
+    Assignments, and the mass by which keys are averaged, are taken from `mech` as given: they
+    carry no gradient.
+    """
+    config, groups = mech.config, q.shape[1] // k.shape[1]
+    key = open_keys(allowed, len(q))
+    cluster = mech.assign(q.detach(), k.detach(), Mask(key=key))
+    if config.cluster == "keys":
+        return _clustered_keys(mech, q, k, v, key, cluster, scale)
+    plain_q = q
+    q, k, v = per_head(plain_q, k, v)
+    rows = []
+    for row in range(len(q)):
+        # Queries at masked positions of self-attention are padding: centroids leave them out.
+        counted = key[row] if q.shape[2] == k.shape[2] else torch.ones(q.shape[2]).bool()
+        heads = [
+            _clustered_queries(config, q[row, h], k[row, h], v[row, h], key[row], counted, c, scale)
+            for h, c in enumerate(cluster[row])
+        ]
+        rows.append(torch.stack(heads))
+    assert groups * mech.num_kv_heads == len(rows[0])
+    return torch.stack(rows)
+
+
+def _clustered_queries(config, q, k, v, key, counted, cluster, scale):
+    """One head: q (L, D), k (S, D), v (S, V), open keys (S,), clusters (L,)."""
+    if not key.any():
+        return 0.0 * (q @ k[:1].mT) * v[:1]
+    k, v = k[key], v[key]
+    out = [None] * len(q)
+    for c in cluster.unique():
+        members = (cluster == c).nonzero().flatten()
+        # As many clusters as queries: each is its own centroid, padding too.
+        own = members if config.clusters >= len(q) else members[counted[members]]
+        centroid = q[own].mean(0)
+        shared = torch.softmax(scale * k @ centroid, 0)
+        topk = 0 if config.cluster == "keys" else 32 if config.topk is None else config.topk
+        top = shared.detach().topk(min(topk, len(k))).indices
+        for i in members:
+            weights = shared
+            if topk:
+                exact = shared[top].sum() * torch.softmax(scale * k[top] @ q[i], 0)
+                weights = shared.index_put((top,), exact)
+            out[i] = weights @ v
+    return torch.stack(out)
+
+
+def _clustered_keys(mech, q, k, v, key, cluster, scale):
+    """Each cluster as one key: weighted means, and the entropy of the weights as log-weight."""
+    groups = q.shape[1] // k.shape[1]
+    if mech.config.weights == "mass":
+        share = mech.shares(q.detach(), k.detach(), Mask(key=key), scale, cluster).double()
+    q, k, v = q.double(), k.double(), v.double()
+    out = []
+    for row, head in torch.cartesian_prod(torch.arange(len(q)), torch.arange(q.shape[1])):
+        own, of = head // groups, cluster[row, head // groups]
+        keys, values, logs = [k[row, own, :0]], [v[row, own, :0]], []
+        for c in of[key[row]].unique():
+            members = (key[row] & (of == c)).nonzero().flatten()
+            w = torch.full((len(members),), 1.0 / len(members), dtype=torch.float64)
+            if mech.config.weights == "mass":
+                w = share[row, own, members]
+            keys.append((w @ k[row, own, members])[None])
+            values.append((w @ v[row, own, members])[None])
+            logs.append(-(w * w.log()).sum())
+        logits = scale * q[row, head] @ torch.cat(keys).mT + torch.tensor(logs).double()
+        out.append(torch.softmax(logits, -1) @ torch.cat(values))
+    return torch.stack(out).unflatten(0, q.shape[:2])

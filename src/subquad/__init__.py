@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from subquad.attention.base import Mechanism, State
 from subquad.attention.functional import attention
+from subquad.attention.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from subquad.attention.masks import Mask
 from subquad.attention.multihead import MultiheadAttention
 from subquad.attention.partial import Partial, merge
@@ -27,29 +28,55 @@ if TYPE_CHECKING:
     from subquad import features, kernels
     from subquad.attention.exact.additive import AdditiveConfig
     from subquad.attention.exact.softmax import SoftmaxConfig
+    from subquad.attention.hybrid.mixed import MixedConfig
+    from subquad.attention.hybrid.near_far import NearFarConfig
     from subquad.attention.kernel.gaussian import GaussianConfig
+    from subquad.attention.kernel.nystrom import KernelNystromConfig
     from subquad.attention.kernel.performer import PerformerConfig
+    from subquad.attention.summary.clustered import ClusteredConfig
+    from subquad.attention.summary.compressed import CompressedConfig
+    from subquad.attention.summary.layer import LinformerEncoderLayer
+    from subquad.attention.summary.linformer import LinformerConfig
+    from subquad.attention.summary.nystrom import NystromConfig
+    from subquad.attention.summary.sampled import SampledConfig
+    from subquad.attention.sparse.bigbird import BigBirdConfig
+    from subquad.attention.sparse.global_ import GlobalConfig
     from subquad.attention.sparse.local import LocalConfig
+    from subquad.attention.sparse.strided import StridedConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveConfig",
+    "BigBirdConfig",
     "CalibrationError",
+    "ClusteredConfig",
+    "CompressedConfig",
     "DeviceError",
     "DtypeError",
     "GaussianConfig",
+    "KernelNystromConfig",
     "LocalConfig",
+    "GlobalConfig",
+    "LinformerConfig",
+    "LinformerEncoderLayer",
     "Mask",
     "Mechanism",
+    "MixedConfig",
     "MultiheadAttention",
+    "NearFarConfig",
+    "NystromConfig",
     "OptionError",
     "Partial",
     "PerformerConfig",
+    "SampledConfig",
     "ShapeError",
     "SoftmaxConfig",
     "State",
+    "StridedConfig",
     "SubquadError",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
     "UnknownNameError",
     "UnsupportedError",
     "__version__",
@@ -68,8 +95,20 @@ __all__ = [
 _CONFIGS = {
     "AdditiveConfig": "subquad.attention.exact.additive",
     "GaussianConfig": "subquad.attention.kernel.gaussian",
+    "BigBirdConfig": "subquad.attention.sparse.bigbird",
+    "GlobalConfig": "subquad.attention.sparse.global_",
     "LocalConfig": "subquad.attention.sparse.local",
+    "StridedConfig": "subquad.attention.sparse.strided",
+    "KernelNystromConfig": "subquad.attention.kernel.nystrom",
+    "NearFarConfig": "subquad.attention.hybrid.near_far",
+    "NystromConfig": "subquad.attention.summary.nystrom",
+    "MixedConfig": "subquad.attention.hybrid.mixed",
+    "ClusteredConfig": "subquad.attention.summary.clustered",
+    "CompressedConfig": "subquad.attention.summary.compressed",
+    "LinformerConfig": "subquad.attention.summary.linformer",
+    "LinformerEncoderLayer": "subquad.attention.summary.layer",
     "PerformerConfig": "subquad.attention.kernel.performer",
+    "SampledConfig": "subquad.attention.summary.sampled",
     "SoftmaxConfig": "subquad.attention.exact.softmax",
 }
 _MODULES = ("features", "kernels")

@@ -32,8 +32,19 @@ MECHANISMS: dict[str, str] = {
     "softmax": "subquad.attention.exact.softmax:Softmax",
     "additive": "subquad.attention.exact.additive:Additive",
     "local": "subquad.attention.sparse.local:Local",
+    "bigbird": "subquad.attention.sparse.bigbird:BigBird",
+    "strided": "subquad.attention.sparse.strided:Strided",
+    "global": "subquad.attention.sparse.global_:Global",
     "performer": "subquad.attention.kernel.performer:Performer",
     "gaussian": "subquad.attention.kernel.gaussian:Gaussian",
+    "mixed": "subquad.attention.hybrid.mixed:Mixed",
+    "kernel_nystrom": "subquad.attention.kernel.nystrom:KernelNystrom",
+    "nystrom": "subquad.attention.summary.nystrom:Nystrom",
+    "compressed": "subquad.attention.summary.compressed:Compressed",
+    "linformer": "subquad.attention.summary.linformer:Linformer",
+    "near_far": "subquad.attention.hybrid.near_far:NearFar",
+    "sampled": "subquad.attention.summary.sampled:Sampled",
+    "clustered": "subquad.attention.summary.clustered:Clustered",
 }
 """name → module:class."""
 
@@ -78,11 +89,8 @@ def resolve(
             "a mechanism is a name, a string such as 'performer(features=256)' or a config "
             f"object, given {type(mechanism).__name__}"
         )
-    twice = sorted(set(mechanism.options) & set(options))
-    if twice:
-        raise OptionError(f"options {twice} are given twice: in {str(mechanism)!r} and as keywords")
     found = get(mechanism.name)
-    return found, found.Config.from_options({**mechanism.options, **options})
+    return found, found.Config.from_spec(mechanism, options)
 
 
 def build(
@@ -241,6 +249,7 @@ class Description:
             "limit": self.info.limit,
             "paper": self.info.paper,
             "deviations": self.info.deviations,
+            "use": self.info.use,
             "options": [
                 {"name": name, "default": format_value(default), "meaning": meaning}
                 for name, default, meaning in self.options()
@@ -260,6 +269,8 @@ class Description:
             f"  exact    {self.info.limit}",
             f"  paper    {self.info.paper}",
         ]
+        if self.info.use:
+            lines.append(f"  use      {self.info.use}")
         if self.info.deviations:
             lines.append(f"  departs  {self.info.deviations}")
         if self.options():

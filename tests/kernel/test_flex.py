@@ -21,6 +21,8 @@ LAYOUTS = {
     "dilation": (301, 301, {**TOKENS, "left": 7, "right": 5, "causal": False, "dilation": 3}),
     "blocks": (301, 301, {**BLOCKS, "left": 1, "right": 1, "causal": False}),
     "causal blocks": (101, 301, {**BLOCKS, "left": 1, "right": 0, "causal": True}),
+    "gap": (301, 301, {**TOKENS, "left": 7, "right": 5, "causal": False, "dilation": 3, "skip": 2}),
+    "gap of blocks": (301, 301, {**BLOCKS, "left": 2, "right": 1, "causal": False, "skip": 1}),
     "table alone": (301, 301, {**BLOCKS, "span": False, "left": 0, "right": 0, "causal": False}),
 }
 

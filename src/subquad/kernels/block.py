@@ -29,13 +29,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["EMPTY", "Layout", "block_softmax"]
+__all__ = ["EMPTY", "UNBOUNDED", "Layout", "block_softmax"]
 
 EMPTY = -1e30
 """Log-sum-exp of a query that reads no key: finite, so that differences are never NaN."""
 
 SCORE_BYTES = 2 * 2**20
 """Bytes of one chunk of scores: within a core's second-level cache."""
+
+
+SPANS = 16
+"""Masks of spans that are kept: more than a window's edges need."""
+
+UNBOUNDED = 2**30
+"""A reach that no sequence exceeds."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,10 @@ class Layout:
         offset: position of the first query among the keys.
         dilation: d; the query at p reads keys p + d·n only, and reach counts n. Tokens of one
             residue class modulo d are then a sequence of their own with a plain window.
+        skip: keys nearer than this are left out of the span: |n| < skip, with `aligned` in
+            whole blocks. Another part reads them.
+        width: with `aligned` and skip ≥ 1, how many tokens of a key block are read, the last
+            ones. None: all.
     """
 
     block: int
@@ -62,6 +73,8 @@ class Layout:
     causal: bool
     offset: int
     dilation: int = 1
+    skip: int = 0
+    width: int | None = None
 
     def cuts(self, queries: int) -> Iterator[tuple[int, int, int]]:
         """(first query, end, position of the block's start) of every block."""
@@ -78,12 +91,14 @@ class Layout:
         if not self.span:
             return 0, 0
         if self.aligned:
-            first = own - self.left * self.block
-            last = own + (self.right + 1) * self.block
+            width, block = self.width or self.block, own // self.block
+            first, last = (block - self.left) * width, (block + self.right + 1) * width
+            end = (block + 1 - self.skip) * width if self.skip else stop + self.offset
         else:
             first, last = start + self.offset - self.left, stop + self.offset + self.right
+            end = stop + self.offset - self.skip
         if self.causal:
-            last = min(last, stop + self.offset)
+            last = min(last, end)
         first, last = max(first, 0), min(last, keys)
         return (first, last) if first < last else (0, 0)
 
@@ -92,16 +107,24 @@ class Layout:
     ) -> Tensor | None:
         """bool (queries, keys) of a span, or None where all of it may be read."""
         low, high = start + self.offset, stop - 1 + self.offset
+        if self.aligned and self.skip:  # a causal span ends before the blocks left out
+            width, own = self.width or self.block, low // self.block
+            away = torch.arange(first, last, device=device) // width - own
+            closed = away.abs() < self.skip
+            return None if self.causal else (~closed).expand(stop - start, -1)
         closed_left = not self.aligned and high - self.left > first
         closed_right = not self.aligned and low + self.right < last - 1
         closed_causal = self.causal and low < last - 1
-        if not (closed_left or closed_right or closed_causal):
+        closed_near = self.skip > 0 and first < high + self.skip and low - self.skip < last - 1
+        if not (closed_left or closed_right or closed_causal or closed_near):
             return None
         i = torch.arange(low, high + 1, device=device)[:, None]
         j = torch.arange(first, last, device=device)
         right = torch.full_like(i, last) if self.aligned else i + self.right
         right = torch.minimum(right, i) if self.causal else right
         allowed = j <= right
+        if self.skip:
+            allowed = allowed & ((i - j).abs() >= self.skip)
         return allowed if self.aligned else allowed & (j >= i - self.left)
 
 
@@ -120,6 +143,11 @@ class _Problem:
         self.k, self.v = self.rows(k), self.rows(v)
         self.layout, self.scale = layout, scale
         self.key, self.segment_q, self.segment_k = key, segment_q, segment_k
+        if layout.width is not None:
+            self.k, self.v = self.columns(self.k), self.columns(self.v)
+            self.key = None if key is None else self.columns(key)
+            self.segment_k = None if segment_k is None else self.columns(segment_k)
+            self.keys = self.k.shape[1]
         self.table = table
         if table is not None and self.keys % layout.block:
             pad = -self.keys % layout.block
@@ -128,7 +156,22 @@ class _Problem:
 
     def rows(self, t: Tensor) -> Tensor:
         """(B, heads, n, ·) → (B·heads, n, ·) in the dtype of the sums."""
-        return t.to(self.dtype).reshape(-1, *t.shape[2:])
+        return t.to(self.dtype).flatten(0, 1)
+
+    def columns(self, t: Tensor) -> Tensor:
+        """(rows, S, …) → (rows, keys, …): the last `width` tokens of every block."""
+        at = torch.arange(t.shape[1], device=t.device)
+        block, width = self.layout.block, self.layout.width
+        return t if width is None else t[:, at % block >= block - width]
+
+    def back(self, bar: Tensor, count: int) -> Tensor:
+        """The adjoint of `columns`, (rows, S, ·) for S = `count`; cuts what a table padded."""
+        if self.layout.width is None:
+            return bar[:, :count]
+        whole = bar.new_zeros(len(bar), count, bar.shape[-1])
+        at = torch.arange(count, device=bar.device) % self.layout.block
+        whole[:, at >= self.layout.block - self.layout.width] = bar
+        return whole
 
     def chunks(self) -> Iterator[tuple[int, int, int, int, int]]:
         """(first row, end row, first query, end, own position): blocks outermost."""
@@ -162,6 +205,8 @@ class _Problem:
         at = start + self.layout.offset  # interior blocks look alike
         shape = (stop - start, first - at, last - at)
         if shape not in self.spans:
+            if len(self.spans) >= SPANS:  # an unbounded reach has a shape of its own each time
+                self.spans.clear()
             self.spans[shape] = self.layout.allowed(start, stop, first, last, self.k.device)
         return self.spans[shape]
 
@@ -293,7 +338,7 @@ def backward(
                 for bar, left, right in ((k_bar, s_bar, flat * p.scale), (v_bar, w, g)):
                     found = torch.bmm(left.mT, right).reshape(len(where), -1)
                     bar.view(-1, found.shape[-1]).index_add_(0, where, found)
-    return q_bar, k_bar[:, : p.keys], v_bar[:, : p.keys]
+    return q_bar, k_bar, v_bar
 
 
 # ---- the operators -----------------------------------------------------------------------
@@ -302,9 +347,10 @@ def backward(
 def _problem(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, key: Tensor | None,
     segment_q: Tensor | None, segment_k: Tensor | None, block: int, left: int, right: int,
-    aligned: bool, span: bool, causal: bool, offset: int, dilation: int, scale: float,
+    aligned: bool, span: bool, causal: bool, offset: int, dilation: int, skip: int,
+    width: int | None, scale: float,
 ) -> _Problem:  # fmt: skip
-    layout = Layout(block, left, right, aligned, span, causal, offset, dilation)
+    layout = Layout(block, left, right, aligned, span, causal, offset, dilation, skip, width)
     if dilation > 1:
         layout, q, k, v, key, segment_q, segment_k = undilated(
             layout, q, k, v, key, segment_q, segment_k
@@ -351,12 +397,12 @@ def tokens(t: Tensor, steps: int, front: int, count: int) -> Tensor:
 def _block_softmax(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, key: Tensor | None,
     segment_q: Tensor | None, segment_k: Tensor | None, block: int, left: int, right: int,
-    aligned: bool, span: bool, causal: bool, offset: int, dilation: int,
-    scale: float, need_lse: bool,
+    aligned: bool, span: bool, causal: bool, offset: int, dilation: int, skip: int,
+    width: int | None, scale: float, need_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     p = _problem(
         q, k, v, table, key, segment_q, segment_k, block, left, right, aligned, span, causal,
-        offset, dilation, scale,
+        offset, dilation, skip, width, scale,
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
         out, lse = forward(p, need_lse)
@@ -384,12 +430,13 @@ def _shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _block_softmax_backward(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, key: Tensor | None,
     segment_q: Tensor | None, segment_k: Tensor | None, block: int, left: int, right: int,
-    aligned: bool, span: bool, causal: bool, offset: int, dilation: int,
-    scale: float, out: Tensor, lse: Tensor, out_bar: Tensor | None, lse_bar: Tensor | None,
+    aligned: bool, span: bool, causal: bool, offset: int, dilation: int, skip: int,
+    width: int | None, scale: float, out: Tensor, lse: Tensor, out_bar: Tensor | None,
+    lse_bar: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     p = _problem(
         q, k, v, table, key, segment_q, segment_k, block, left, right, aligned, span, causal,
-        offset, dilation, scale,
+        offset, dilation, skip, width, scale,
     )  # fmt: skip
 
     front = offset % dilation
@@ -411,7 +458,8 @@ def _block_softmax_backward(
         )
     found = []
     for bar, t, first in zip(bars, (q, k, v), (front, 0, 0), strict=True):
-        bar = bar.reshape(-1, t.shape[1], *bar.shape[-2:])
+        bar = p.back(bar, t.shape[2]) if bar.dim() == 3 else bar.flatten(0, 1)
+        bar = bar.unflatten(0, (-1, t.shape[1]))
         if dilation > 1:
             bar = tokens(bar, dilation, first, t.shape[2])
         found.append(bar.to(t.dtype).contiguous())
@@ -434,7 +482,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, out_bar: Tensor | None, lse_bar: Tensor | None) -> tuple[Any, ...]:
     *inputs, out, lse = ctx.saved_tensors
     bars = _block_softmax_backward(*inputs, *ctx.options, out, lse, out_bar, lse_bar)
-    return (*bars, *([None] * 14))
+    return (*bars, *([None] * 16))
 
 
 torch.library.register_autograd("subquad::block_softmax", _backward, setup_context=_setup)
@@ -483,7 +531,7 @@ def block_softmax(
     first, second = (None, None) if segments is None else segments
     out, lse = _block_softmax(
         q, k, v, table, key, first, second, layout.block, layout.left, layout.right,
-        layout.aligned, layout.span, layout.causal, layout.offset, layout.dilation, scale,
-        need_lse or tracked,
+        layout.aligned, layout.span, layout.causal, layout.offset, layout.dilation, layout.skip,
+        layout.width, scale, need_lse or tracked,
     )  # fmt: skip
     return out, lse if need_lse else None

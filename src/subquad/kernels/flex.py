@@ -35,6 +35,8 @@ def refusal(q: Tensor, v: Tensor, layout: Layout) -> str | None:
         return "FlexAttention needs heads of at least 16"
     if layout.aligned and layout.block % BLOCK:
         return f"FlexAttention's blocks are multiples of {BLOCK}, given {layout.block}"
+    if layout.width is not None:
+        return "FlexAttention's mask has one block size, these keys have another"
     return None
 
 
@@ -110,8 +112,10 @@ def _mask_mod(
         if layout.aligned:
             own, other = position // layout.block, j // layout.block
             read = (own - other <= layout.left) & (other - own <= layout.right)
+            read = read & ((own - other).abs() >= layout.skip)
         else:
             read = (position - j <= layout.left) & (j - position <= layout.right)
+            read = read & ((position - j).abs() >= layout.skip)
         if not layout.span:
             read = read & False
         if table is not None:

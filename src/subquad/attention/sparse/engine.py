@@ -35,6 +35,10 @@ class Pattern:
         table: (1 or Hkv, query blocks, r) further key blocks of every query block, −1 = none,
             outside the window and without repetition; query blocks are counted from the one
             that holds the first query. Needs `block`.
+        skip: keys nearer than this are left out of the window (|n| < skip, with `block` in
+            whole blocks): another part of a merge reads them.
+        width: with `block` and skip ≥ 1, how many tokens of every key block are read, the last
+            ones; None: all.
     """
 
     left: int | None
@@ -42,6 +46,8 @@ class Pattern:
     dilation: int = 1
     block: int | None = None
     table: Tensor | None = None
+    skip: int = 0
+    width: int | None = None
 
     def allowed(self, queries: int, keys: int, device: torch.device | str | None = None) -> Tensor:
         """bool (1 or Hkv, L, S), True = read, without any mask; O(L·S), for looking."""
@@ -53,11 +59,15 @@ class Pattern:
             near = (i - j) % self.dilation == 0
             if self.left is not None and self.right is not None:
                 near = near & (steps <= self.left) & (-steps <= self.right)
+            near = near & (steps.abs() >= self.skip)
             return near[None]
         own, other = i // self.block, j // self.block
         read = torch.zeros(1, queries, keys, dtype=torch.bool, device=device)
         if self.left is not None and self.right is not None:
             read = ((own - other <= self.left) & (other - own <= self.right))[None]
+            read = read & ((own - other).abs() >= self.skip)
+            if self.width is not None:
+                read = read & (j % self.block >= self.block - self.width)
         if self.table is not None:
             entries = self.table[:, (own - offset // self.block).squeeze(-1)]  # (P, L, r)
             read = read | (entries[..., None] == other).any(-2)
@@ -117,6 +127,8 @@ def _run(
         causal=mask.causal,
         offset=k.shape[2] - q.shape[2],
         dilation=pattern.dilation,
+        skip=pattern.skip,
+        width=pattern.width,
     )
     segments = mask.segments
     assert not isinstance(segments, Tensor), "masks are flattened by now"

@@ -1,0 +1,414 @@
+"""Mixed attention: a mechanism of its own for each range of heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from subquad import registry
+from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State, Support
+from subquad.attention.masks import Mask
+from subquad.attention.partial import Partial
+from subquad.errors import OptionError, ShapeError, UnknownNameError
+from subquad.options import Config, Part, Spec, format_value, parse_spec
+
+__all__ = ["Mixed", "MixedConfig", "MixedState"]
+
+
+@dataclass(frozen=True)
+class MixedConfig(Config):
+    """Options of `Mixed`.
+
+    Args:
+        parts: mechanisms in the order of their heads, each a name, a spec string such as
+            ``"local(window=8)*2"``, a `Spec`, a config object, a `Part`, or a pair of one of
+            these and a number of heads. Those without a number share the heads that are left.
+    """
+
+    mechanism: ClassVar[str] = "mixed"
+    positional: ClassVar[str | None] = "parts"
+
+    parts: tuple[Part, ...] = (Part(Spec("local")), Part(Spec("performer")))
+
+    def __post_init__(self) -> None:
+        given: Any = self.parts
+        if not isinstance(given, list | tuple):
+            given = (given,)
+        parts, problems, error = [], [], OptionError
+        for index, item in enumerate(given):
+            try:
+                parts.append(_part(item))
+            except OptionError as problem:
+                problems.append(f"part {index + 1}: {problem}")
+                error = UnknownNameError if isinstance(problem, UnknownNameError) else error
+        if not given:
+            problems.append("parts must name at least one mechanism, as in mixed(local, performer)")
+        if problems:
+            raise error(f"{self.mechanism}: " + "; ".join(problems))
+        object.__setattr__(self, "parts", tuple(parts))
+
+    def resolved(self) -> list[tuple[type[Mechanism], Config]]:
+        """Class and config of each part."""
+        return [registry.resolve(part.spec) for part in self.parts]
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> list[int]:
+        """Query heads of each part.
+
+        Parts without a count share what the others leave as evenly as whole key/value heads
+        allow, the first ones taking one more.
+
+        Raises:
+            OptionError: if the counts do not sum to `num_heads`, a part would have no head, or
+                a part's boundary would cut a group of query heads.
+        """
+        counts = [part.count for part in self.parts]
+        group = num_heads // num_kv_heads
+        fixed = sum(count or 0 for count in counts)
+        open_ = counts.count(None)
+        shown = ", ".join(map(str, self.parts))
+        if fixed > num_heads or (not open_ and fixed != num_heads):
+            raise OptionError(
+                f"mixed: the parts {shown} have {fixed} heads, num_heads is {num_heads}"
+            )
+        uneven = [str(part) for part in self.parts if (part.count or 0) % group]
+        if uneven:
+            raise OptionError(
+                f"mixed: {', '.join(uneven)}: the number of heads must be a multiple of {group}: "
+                f"{num_heads} query heads share {num_kv_heads} key/value heads, and a part has "
+                "key/value heads of its own"
+            )
+        left = (num_heads - fixed) // group
+        if left < open_:
+            raise OptionError(
+                f"mixed: {left} key/value heads are left for {open_} parts without a count in "
+                f"{shown}, given num_heads={num_heads} and num_kv_heads={num_kv_heads}"
+            )
+        shares = iter([(left // open_ + (i < left % open_)) * group for i in range(open_)])
+        return [next(shares) if count is None else count for count in counts]
+
+    def shares(self) -> list[float]:
+        """Each part's share of the heads; a part without a count weighs what others do on average.
+
+        Exact once every part has a count, as in the `config` of a built mechanism.
+        """
+        known = [part.count for part in self.parts if part.count is not None]
+        usual = sum(known) / len(known) if known else 1.0
+        weights = [usual if part.count is None else float(part.count) for part in self.parts]
+        return [weight / sum(weights) for weight in weights]
+
+
+def _part(item: Any) -> Part:
+    """One part with its spec in the shortest form that means the same, mechanism checked."""
+    count = None
+    if isinstance(item, list | tuple) and len(item) == 2:
+        item, count = item
+    if isinstance(item, str):
+        # a spec with an optional count, as it would stand between the parentheses
+        read = parse_spec(f"mixed({item})")
+        if len(read.parts) != 1 or read.options:
+            raise OptionError(f"{item!r} must be one mechanism, with an optional *count")
+        item = read.parts[0]
+    if isinstance(item, Part):
+        if item.count is not None and count is not None:
+            raise OptionError(f"the number of heads is given twice: {item} and {count!r}")
+        item, count = item.spec, item.count if count is None else count
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise OptionError(f"the number of heads must be an integer ≥ 1, given {count!r}")
+    found, config = registry.resolve(item)
+    have = found.capabilities_for(config)
+    if not have.qkv:
+        raise OptionError(f"{found.name} mixes tokens and reads no q, k, v: it has no heads")
+    if isinstance(have.full_length, Absent):
+        raise OptionError(f"{found.name}: {have.full_length.reason}: its heads would not line up")
+    return Part(config.spec(), count)
+
+
+def _flops(length: int, head_dim: int, value_dim: int, config: MixedConfig) -> float:
+    return sum(
+        share * found.info.cost.flops(length, head_dim, value_dim, own)
+        for share, (found, own) in zip(config.shares(), config.resolved(), strict=True)
+    )
+
+
+def _memory(length: int, head_dim: int, value_dim: int, config: MixedConfig) -> float:
+    return sum(
+        share * found.info.cost.memory(length, head_dim, value_dim, own)
+        for share, (found, own) in zip(config.shares(), config.resolved(), strict=True)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class MixedState(State):
+    """The parts' states, in the order of their heads."""
+
+    parts: tuple[State, ...]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A part with its range of query heads and of key/value heads."""
+
+    mech: Mechanism
+    heads: slice
+    kv_heads: slice
+
+
+class Mixed(Mechanism):
+    """Different mechanisms in different heads of one layer.
+
+        out_h = A_p(h)(q_h, k_h, v_h),   p(h) the part that holds head h
+
+    Each part is a whole mechanism over its own query and key/value heads, parameters, draws
+    (from seed + the part's index) and state; outputs are concatenated by heads. What the mix
+    can do is what every part can do; what it cannot names the part. An explicit `scale` goes
+    to every part, without one each has its own default.
+
+    Cost: the parts' costs, each for its number of heads; parts run after each other.
+
+    Papers: Child et al. 2019, arXiv 1904.10509, §5.1 (different patterns in different heads);
+    Beltagy et al. 2020, arXiv 2004.05150, §3.1 (dilation in some heads only).
+
+    Args:
+        parts: see `MixedConfig`; written ``mixed(local(window=64)*4, performer*4)``. Counts
+            sum to num_heads; parts without one share the rest. With grouped queries each part
+            has whole groups.
+
+    See `Mechanism` for sizes, shapes and what is raised.
+
+    Raises:
+        OptionError: if counts do not fit num_heads and num_kv_heads; both are named.
+
+    Example:
+        >>> import torch, subquad as sq
+        >>> mech = sq.build("mixed(local(window=2)*2, performer*4)", head_dim=16, num_heads=6)
+        >>> q, k, v = (torch.randn(1, 6, 100, 16) for _ in range(3))
+        >>> mech.weights(q, k, rows=[50])[0, :, 0].count_nonzero(-1)
+        tensor([  5,   5, 100, 100, 100, 100])
+        >>> sq.describe("mixed(softmax, performer)").capabilities.window.reason
+        'performer: features sum over all keys; a window is sparse attention'
+    """
+
+    name = "mixed"
+    family = "hybrid"
+    state_type = MixedState
+    Config = MixedConfig
+    config: MixedConfig
+    info = Info(
+        summary="different mechanisms in different heads",
+        formula="out_h = A_p(h)(q_h, k_h, v_h),  p(h) the part that holds head h",
+        cost=Cost("the parts' mean, weighted by heads", _flops, _memory),
+        paper="Child et al. 2019, Generating Long Sequences with Sparse Transformers, arXiv "
+        "1904.10509, §5.1; Beltagy et al. 2020, arXiv 2004.05150, §3.1",
+        limit="a head is exact where its part is; a single part is that mechanism",
+        options={
+            "parts": "mechanisms in the order of their heads, each with an optional *count; those "
+            "without share the heads left"
+        },
+        scale="each part's own",
+        sample="mixed(local(window=4), performer(features=64))",
+        deviations="any mechanisms mix; the papers mix patterns of sparse attention",
+    )
+
+    def __init__(self, *, device: Any = None, dtype: Any = None, **arguments: Any) -> None:
+        super().__init__(device=device, dtype=dtype, **arguments)
+        counts = self.config.heads(self.num_heads, self.num_kv_heads)
+        given = self.config.parts
+        self.config = replace(
+            self.config,
+            parts=tuple(Part(part.spec, n) for part, n in zip(given, counts, strict=True)),
+        )
+        group = self.num_heads // self.num_kv_heads
+        self.parts = nn.ModuleList(
+            registry.build(
+                part.spec,
+                head_dim=self.head_dim,
+                num_heads=heads,
+                num_kv_heads=heads // group,
+                value_dim=self.value_dim,
+                embed_dim=self.embed_dim,
+                max_length=self.max_length,
+                seed=self.seed + index,
+                device=device,
+                dtype=dtype,
+            )
+            for index, (part, heads) in enumerate(zip(given, counts, strict=True))
+        )
+
+    @classmethod
+    def capabilities_for(cls, config: MixedConfig) -> Capabilities:
+        have = [(found, found.capabilities_for(own)) for found, own in config.resolved()]
+        names = [found.name for found, _ in have]
+        joined: dict[str, Any] = {}
+        for field in dataclasses.fields(Capabilities):
+            values = [getattr(one, field.name) for _, one in have]
+            joined[field.name] = _all(names, values)
+        joined["max_length"] = any(one.max_length for _, one in have)
+        # exact softmax beside an approximation of it: the mix approximates softmax
+        aims = {"softmax" if found.name == "softmax" else one.approximates for found, one in have}
+        joined["approximates"] = aims.pop() if len(aims) == 1 else None
+        if set(names) == {"softmax"}:
+            joined["approximates"] = None  # it is the exact one
+        reach = {one.reach for _, one in have}
+        joined["reach"] = (
+            reach.pop()
+            if len(reach) == 1
+            else "; ".join(f"{found.name}: {one.reach}" for found, one in have)
+        )
+        return Capabilities(**joined)
+
+    @classmethod
+    def outside_for(cls, config: MixedConfig) -> Support:
+        for found, own in config.resolved():
+            support = found.outside_for(own)
+            if isinstance(support, Absent):
+                return Absent(f"{found.name}: {support.reason}")
+        return super().outside_for(config)
+
+    @classmethod
+    def least_heads(cls, config: MixedConfig) -> int:
+        """A head for each part, or as many as it is written to have, or needs itself."""
+        parts = zip(config.parts, config.resolved(), strict=True)
+        return sum(part.count or found.least_heads(own) for part, (found, own) in parts)
+
+    def reset_parameters(self) -> None:
+        """Draws every part's parameters and random buffers again."""
+        for part in self._mechanisms():
+            part.reset_parameters()
+
+    def reached(self, t: int, length: int) -> Iterable[int]:
+        return sorted({later for part in self._mechanisms() for later in part.reached(t, length)})
+
+    @torch.no_grad()
+    def calibrate(self, q: Tensor, k: Tensor, **arguments: Any) -> None:
+        """Calibrates the parts that take statistics from data, each on its own heads.
+
+        Takes queries (..., H, L, D), keys (..., Hkv, S, D), and what those parts' own
+        `calibrate` takes, such as `key_mask`.
+
+        Raises:
+            OptionError: if no part takes statistics from data; names what each says.
+        """
+        refused, taken = [], 0
+        for part in self._slices():
+            calibrate = getattr(part.mech, "calibrate", None)
+            if calibrate is None:
+                refused.append(f"{part.mech.name}: takes nothing from data")
+                continue
+            try:
+                calibrate(q[..., part.heads, :, :], k[..., part.kv_heads, :, :], **arguments)
+                taken += 1
+            except OptionError as error:
+                refused.append(str(error))
+        if not taken:
+            raise OptionError("mixed: no part can be calibrated: " + "; ".join(refused))
+
+    def extra_repr(self) -> str:
+        kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        parts = format_value(self.config.parts)
+        return f"head_dim={self.head_dim}, num_heads={self.num_heads}{kv}, parts={parts}"
+
+    # ---- the parts' calls ----------------------------------------------------------------
+
+    def _mechanisms(self) -> Iterator[Mechanism]:
+        for part in self.parts:
+            assert isinstance(part, Mechanism)
+            yield part
+
+    def _slices(self) -> Iterator[_Slice]:
+        head = kv_head = 0
+        for part in self._mechanisms():
+            last, kv_last = head + part.num_heads, kv_head + part.num_kv_heads
+            yield _Slice(part, slice(head, last), slice(kv_head, kv_last))
+            head, kv_head = last, kv_last
+
+    def _scale(self, scale: float | None) -> Any:
+        """One scale a part: the given one, or each part's default."""
+        return tuple(part._scale(scale) for part in self._mechanisms())
+
+    def _each(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Sequence[Any]
+    ) -> Iterator[tuple[Mechanism, Tensor, Tensor, Tensor, Mask, Any]]:
+        """Every part with its heads of a checked call, its mask and its scale."""
+        for part, own in zip(self._slices(), scale, strict=True):
+            yield (
+                part.mech,
+                q[:, part.heads],
+                k[:, part.kv_heads],
+                v[:, part.kv_heads],
+                _heads_of(mask, part.heads),
+                own,
+            )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Any) -> Tensor:
+        return torch.cat(
+            [part._attend(*call) for part, *call in self._each(q, k, v, mask, scale)], 1
+        )
+
+    def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Any) -> Partial:
+        found = [part._partial(*call) for part, *call in self._each(q, k, v, mask, scale)]
+        return Partial(
+            torch.cat([one.num for one in found], 1),
+            torch.cat([one.den for one in found], 1),
+            torch.cat([one.log_scale for one in found], 1),
+        )
+
+    def _prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: MixedState | None,
+        key_mask: Tensor | None,
+        scale: Any,
+    ) -> tuple[Tensor, State]:
+        states: Sequence[State | None] = [None] * len(self.parts) if state is None else state.parts
+        calls = zip(states, self._each(q, k, v, Mask(), scale), strict=True)
+        found = [
+            part._prefill(own_q, own_k, own_v, before, key_mask, own)
+            for before, (part, own_q, own_k, own_v, _, own) in calls
+        ]
+        return torch.cat([out for out, _ in found], 1), MixedState(tuple(new for _, new in found))
+
+    def _read(self, q: Tensor, state: MixedState, scale: Any) -> Tensor:
+        return torch.cat(
+            [
+                part.mech._read(q[:, part.heads], before, own)
+                for part, before, own in zip(self._slices(), state.parts, scale, strict=True)
+            ],
+            1,
+        )
+
+    def _check_state(self, state: State | None, q: Tensor) -> None:
+        super()._check_state(state, q)
+        if not isinstance(state, MixedState):
+            return
+        if len(state.parts) != len(self.parts):
+            raise ShapeError(
+                f"state must be that of {len(self.parts)} parts, given {len(state.parts)}"
+            )
+        for part, before in zip(self._slices(), state.parts, strict=True):
+            part.mech._check_state(before, q[:, part.heads])
+
+
+def _all(names: Sequence[str], values: Sequence[Any]) -> Any:
+    """A capability of the mix: what all parts have, or who lacks it and why."""
+    absent = [
+        f"{name}: {value.reason}"
+        for name, value in zip(names, values, strict=True)
+        if isinstance(value, Absent)
+    ]
+    if absent:
+        return Absent("; ".join(dict.fromkeys(absent)))
+    return "growing" if "growing" in values else values[0]
+
+
+def _heads_of(mask: Mask, heads: slice) -> Mask:
+    """The mask of some heads: only an explicit one differs between heads."""
+    if mask.dense is None or mask.dense.shape[1] == 1:
+        return mask
+    return replace(mask, dense=mask.dense[:, heads])
