@@ -7,6 +7,7 @@ attend; `mech` supplies parameters and buffers. Differentiable by autograd.
 
 import inspect
 import itertools
+import math
 
 import torch
 
@@ -102,9 +103,8 @@ def ref_performer(mech, q, k, v, *, allowed, scale, logarithms=False):
     pairs = from_x[:, :, :, None] + from_y[:, :, None] + log_weight[..., None, None, :]
     logits = pairs.logsumexp(-1) + (tilt - 0.5 * y.square().sum(-1))[:, :, None]
     if logarithms:  # the mean over features, and what is constant in a row
-        return logits - pairs.new_tensor(pairs.shape[-1]).log() + (
-            row - 0.5 * x.square().sum(-1)
-        )[..., None]
+        row = row - 0.5 * x.square().sum(-1) - math.log(pairs.shape[-1])
+        return logits + row[..., None]
     return weighted_mean(logits, v, allowed)
 
 
@@ -184,6 +184,72 @@ def ref_near_far(mech, q, k, v, *, allowed, scale):
         )
         logits = torch.where(exact, logits, estimates)
     return weighted_mean(logits, per_head(q, k, v)[2], allowed)
+
+
+def ref_linear(mech, q, k, v, *, allowed, scale):
+    """Σ_j K_ij v_j / Σ_j K_ij with K_ij = φ_q(√scale q_i)·φ_k(√scale k_j)."""
+    named = {
+        "elu": lambda x: torch.where(x > 0, x + 1.0, x.clamp_max(0.0).exp()),
+        "relu": lambda x: x.clamp_min(0.0) + 1e-3,
+        "softplus": lambda x: torch.log(1.0 + x.exp()),
+        "sigmoid": lambda x: 1.0 / (1.0 + torch.exp(-x)),
+        "square": lambda x: x * x,
+        "exp": torch.exp,
+    }
+    q, k, v = per_head(q, k, v)
+    first, second = mech.config.map, mech.config.key_map or mech.config.map
+    phi_q = named.get(first, first)(scale**0.5 * q)
+    phi_k = named.get(second, second)(scale**0.5 * k)
+    return signed_mean(torch.einsum("bhim,bhjm->bhij", phi_q, phi_k), v, allowed)
+
+
+def ref_efficient(mech, q, k, v, *, allowed, scale):
+    """ρ_q(q) ρ_k(k)ᵀ v: each query's softmax over positions takes those that it may read."""
+    q, k, v = per_head(q, k, v)
+    rho_q = torch.softmax(scale**0.5 * q, -1)
+    logits = (scale**0.5 * k)[:, :, None].expand(*q.shape[:3], *k.shape[2:])
+    opened = allowed.expand(*q.shape[:3], k.shape[2])[..., None]
+    empty = ~opened.any(-2, keepdim=True)
+    rho_k = torch.softmax(logits.masked_fill(~(opened | empty), -torch.inf), -2)
+    rho_k = rho_k.masked_fill(empty, 0.0)
+    return torch.einsum("bhim,bhijm->bhij", rho_q, rho_k) @ v
+
+
+def ref_rfa(mech, q, k, v, *, allowed, scale):
+    """Random Fourier features of q/|q|, k/|k|; with a gate S ← g_j S + (1 − g_j) φ(k_j) v_jᵀ.
+
+    The recurrence runs over the keys that a row may read; unrolled from the last to the first,
+    key j weighs (1 − g_j) times the gates after it.
+    """
+    config, groups = mech.config, q.shape[1] // k.shape[1]
+    q, k, v = per_head(q, k, v)
+    omega = mech.projection.double()
+    if config.learned:
+        omega = omega * mech.deviation.double()[:, None]
+    omega = omega.repeat_interleave(groups, 0)
+    phi_q, phi_k = (
+        torch.cat([torch.cos(angle), torch.sin(angle)], -1) / (config.features / 2) ** 0.5
+        for angle in (
+            scale**0.5 * (t / t.norm(dim=-1, keepdim=True)) @ omega.mT for t in (q, k)
+        )
+    )
+    kernel = phi_q @ phi_k.mT
+    mass = torch.ones_like(kernel)
+    if config.gate:
+        weight, bias = (
+            t.double().repeat_interleave(groups, 0) for t in (mech.gate_weight, mech.gate_bias)
+        )
+        gate = torch.sigmoid((k * weight[:, None]).sum(-1) + bias[:, None])
+        opened = allowed.expand_as(kernel)
+        after, columns = torch.ones_like(kernel[..., 0]), []
+        for j in reversed(range(k.shape[2])):
+            here = gate[:, :, None, j]
+            columns.append((1.0 - here) * after)
+            after = torch.where(opened[..., j], here * after, after)
+        mass = torch.stack(columns[::-1], -1)
+    mass = torch.where(allowed, mass, 0.0)
+    total = torch.maximum((kernel * mass).sum(-1), config.clip * mass.sum(-1))[..., None]
+    return (kernel * mass) @ v / torch.where(total == 0, 1.0, total)
 
 
 def ref_local(mech, q, k, v, *, allowed, scale):

@@ -72,6 +72,20 @@ VARIANTS = {
         "gaussian(features=7, learned=true, sigma=1.7)",
         "gaussian(features=5, anchors=kmeans)",
     ],
+    "linear": [
+        "linear",
+        "linear(map=exp)",
+        "linear(map=softplus)",
+        "linear(map=relu, key_map=sigmoid)",
+        "linear(map=square, key_map=exp)",
+    ],
+    "efficient": ["efficient"],
+    "rfa": [
+        "rfa(features=38)",
+        "rfa(features=46, draw=orthogonal, learned=true)",
+        "rfa(features=38, gate=true)",
+        "rfa(features=26, gate=true, gate_bias=2.0, clip=0.5)",
+    ],
     "kernel_nystrom": [
         "kernel_nystrom(features=24)",
         'kernel_nystrom(features=13, gauge="none", ridge=0.1, clip=0.2)',

@@ -30,9 +30,12 @@ if TYPE_CHECKING:
     from subquad.attention.exact.softmax import SoftmaxConfig
     from subquad.attention.hybrid.mixed import MixedConfig
     from subquad.attention.hybrid.near_far import NearFarConfig
+    from subquad.attention.kernel.efficient import EfficientConfig
     from subquad.attention.kernel.gaussian import GaussianConfig
+    from subquad.attention.kernel.linear import LinearConfig
     from subquad.attention.kernel.nystrom import KernelNystromConfig
     from subquad.attention.kernel.performer import PerformerConfig
+    from subquad.attention.kernel.rfa import RFAConfig
     from subquad.attention.summary.clustered import ClusteredConfig
     from subquad.attention.summary.compressed import CompressedConfig
     from subquad.attention.summary.layer import LinformerEncoderLayer
@@ -54,8 +57,10 @@ __all__ = [
     "CompressedConfig",
     "DeviceError",
     "DtypeError",
+    "EfficientConfig",
     "GaussianConfig",
     "KernelNystromConfig",
+    "LinearConfig",
     "LocalConfig",
     "GlobalConfig",
     "LinformerConfig",
@@ -69,6 +74,7 @@ __all__ = [
     "OptionError",
     "Partial",
     "PerformerConfig",
+    "RFAConfig",
     "SampledConfig",
     "ShapeError",
     "SoftmaxConfig",
@@ -94,7 +100,10 @@ __all__ = [
 
 _CONFIGS = {
     "AdditiveConfig": "subquad.attention.exact.additive",
+    "EfficientConfig": "subquad.attention.kernel.efficient",
     "GaussianConfig": "subquad.attention.kernel.gaussian",
+    "LinearConfig": "subquad.attention.kernel.linear",
+    "RFAConfig": "subquad.attention.kernel.rfa",
     "BigBirdConfig": "subquad.attention.sparse.bigbird",
     "GlobalConfig": "subquad.attention.sparse.global_",
     "LocalConfig": "subquad.attention.sparse.local",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,18 +89,16 @@ def outside(
     run: Callable[[Side], Partial], queries: int, keys: int, window: int, causal: bool
 ) -> list[Partial]:
     """`run` on every side, each placed among all queries."""
-    return [
-        side.place(run(side), queries) for side in sides(queries, keys, window, causal)
-    ]
+    return [side.place(run(side), queries) for side in sides(queries, keys, window, causal)]
 
 
 def by_calls(
-    partial: Callable[[Tensor, Tensor, Tensor, Mask, object], Partial],
+    partial: Callable[[Tensor, Tensor, Tensor, Mask, Any], Partial],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    scale: object,
+    scale: Any,
     window: int,
     closed: Tensor | None,
 ) -> list[Partial]:

@@ -148,10 +148,17 @@ class _Problem:
             self.key = None if key is None else self.columns(key)
             self.segment_k = None if segment_k is None else self.columns(segment_k)
             self.keys = self.k.shape[1]
+        # Closed keys before each position, of any row: spans without one need no mask.
+        closed = [] if self.key is None else (~self.key).any(0).cumsum(0).tolist()
+        self.closed: list[int] = [0, *closed]
         self.table = table
         if table is not None and self.keys % layout.block:
             pad = -self.keys % layout.block
             self.k, self.v = F.pad(self.k, (0, 0, 0, pad)), F.pad(self.v, (0, 0, 0, pad))
+        # The least and the last key block that a query block gathers, of any row.
+        self.gathered: list[list[int]] = []
+        if table is not None and table.shape[-1]:
+            self.gathered = torch.stack([table.amin((0, 2)), table.amax((0, 2))], -1).tolist()
         self.spans: dict[tuple[int, ...], Tensor | None] = {}
 
     def rows(self, t: Tensor) -> Tensor:
@@ -195,7 +202,9 @@ class _Problem:
         if first < last:
             where = slice(first, last)
             allowed = self._span(start, stop, first, last)
-            if self._narrowed():
+            if self.segment_q is not None or (
+                self.key is not None and self.closed[first] < self.closed[last]
+            ):
                 allowed = self._narrow(allowed, rows, start, stop, where)
             yield where, self.k[rows, where], self.v[rows, where], allowed
         if self.table is not None:
@@ -234,7 +243,7 @@ class _Problem:
 
     def _gather(
         self, table: Tensor, rows: slice, start: int, stop: int, own: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         block, count = self.layout.block, rows.stop - rows.start
         index = (own - self.layout.offset + self.layout.offset % block) // block
         row = torch.arange(rows.start, rows.stop, device=self.k.device)
@@ -245,6 +254,10 @@ class _Problem:
             t.reshape(-1, block, t.shape[-1])[where].reshape(count, -1, t.shape[-1])
             for t in (self.k, self.v)
         )
+        least, last = self.gathered[index] if self.gathered else (-1, -1)
+        end = min(own, self.keys) if self.layout.causal else self.keys
+        if least >= 0 and (last + 1) * block <= end and not self._narrowed():
+            return where, k, v, None
         inner = torch.arange(block, device=self.k.device)
         tokens = (entries.clamp_min(0)[..., None] * block + inner).flatten(1)  # (rows, r·C)
         allowed = (entries >= 0).repeat_interleave(block, 1) & (tokens < self.keys)

@@ -100,6 +100,8 @@ class Additive(Mechanism):
         limit="is its own exact attention; approximates nothing",
         options={"hidden": "units of the scoring network, default the head's width D"},
         deviations="one scoring network a key/value head; the paper has one head",
+        use="models that were trained with it (Bahdanau-style decoders), and queries and keys "
+        "that no dot product compares well. It is quadratic.",
     )
 
     def __init__(self, *, device: Any = None, dtype: Any = None, **arguments: Any) -> None:

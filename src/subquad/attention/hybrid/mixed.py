@@ -212,6 +212,8 @@ class Mixed(Mechanism):
         scale="each part's own",
         sample="mixed(local(window=4), performer(features=64))",
         deviations="any mechanisms mix; the papers mix patterns of sparse attention",
+        use="models whose heads differ: some look near, some far. A few exact or local heads "
+        "beside linear ones cost little.",
     )
 
     def __init__(self, *, device: Any = None, dtype: Any = None, **arguments: Any) -> None:

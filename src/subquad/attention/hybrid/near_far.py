@@ -2,9 +2,9 @@
 
     out_i = Σ_p N_p,i / Σ_p D_p,i    over three disjoint sets of keys p:
 
-    near    the window |p_i − j| ≤ w:       N = Σ e^{s_ij} v_j,   D = Σ e^{s_ij},   s_ij = scale·q_i·k_j
-    heavy   a few keys outside of it:       the same
-    far     all others:                     N, D of the far mechanism, in the same units
+    near    the window |p_i − j| ≤ w:    N = Σ e^{s_ij} v_j,  D = Σ e^{s_ij},  s_ij = scale·q_i·k_j
+    heavy   a few keys outside of it:    the same
+    far     all others:                  N, D of the far mechanism, in the same units
 
 One normaliser for all of them: each key is counted once, and weights compare across parts.
 Heavy keys leave the far field by zeroing their features; the window leaves it by summing
@@ -180,8 +180,12 @@ class NearFar(Mechanism):
     Example:
         >>> import torch, subquad as sq
         >>> q, k, v = (torch.randn(1, 2, 300, 8, dtype=torch.float64) for _ in range(3))
-        >>> mech = sq.build("near_far(window=16, far=performer(features=32))",
-        ...                 head_dim=8, num_heads=2, dtype=torch.float64)
+        >>> mech = sq.build(
+        ...     "near_far(window=16, far=performer(features=32))",
+        ...     head_dim=8,
+        ...     num_heads=2,
+        ...     dtype=torch.float64,
+        ... )
         >>> out, state = mech.prefill(q[:, :, :200], k[:, :, :200], v[:, :, :200])
         >>> rest, state = mech.step(q[:, :, 200:], k[:, :, 200:], v[:, :, 200:], state)
         >>> torch.allclose(torch.cat([out, rest], 2), mech(q, k, v, causal=True))
@@ -264,7 +268,9 @@ class NearFar(Mechanism):
             partial=one_choice if config.listed else True,
             approximates="softmax",
             trainable=_of(found, have.trainable),
-            compile=Absent("sums over earlier and later keys are cut by the length"),
+            compile=Absent(
+                "how many sums a call has depends on its length: graphs would branch on it"
+            ),
             deterministic=_of(found, have.deterministic),
             max_length=have.max_length,
             functional=_of(found, have.functional),

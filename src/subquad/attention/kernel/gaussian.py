@@ -109,6 +109,9 @@ class Gaussian(KernelMechanism):
             "learned": "anchors are parameters",
         },
         scale="1",
+        sample="gaussian(features=32, sigma=2.0)",
+        use="similarity to prototypes: sensors, cells, spectra, where anchors have a meaning. Not "
+        "a substitute for softmax.",
     )
 
     def __init__(

@@ -202,6 +202,9 @@ class Performer(KernelMechanism):
             "clip": "least normaliser of signed estimators, as a share of the keys' weight",
         },
         deviations="no epsilon in the features; own draw per key/value head; no redraw in eval",
+        use="long sequences at linear cost with a constant state, where nothing is known about "
+        "which keys matter; with gauge=balance and estimator=derf for models trained with "
+        "softmax.",
     )
 
     def __init__(

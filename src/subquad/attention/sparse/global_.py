@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +19,6 @@ from subquad.attention.exact.engine import (
     as_partial,
     clear,
     explicit,
-    over_queries,
     sums_dtype,
 )
 from subquad.attention.masks import Mask
@@ -207,6 +205,9 @@ class Global(Mechanism):
             read=Absent("global queries read all keys, the state holds the leading ones"),
             partial=sums if config.extra else True,
             approximates="softmax",
+            compile=Absent("how many tokens are marked is known from the mask alone")
+            if marked
+            else True,
             functional=Absent("extra tokens have learned queries: build the module with sq.build")
             if config.extra
             else True,
@@ -347,10 +348,15 @@ class Global(Mechanism):
             return None
         dtype = sums_dtype(k.dtype)
         u = self.extra_query.to(dtype).expand(len(k), -1, -1, -1)
-        size = 8 * k.shape[0] * k.shape[1] * k.shape[2] * dtype.itemsize
-        function = functools.partial(explicit, scale=scale, dtype=dtype)
-        sums = over_queries(function, u, k, torch.cat([k, v], -1), Mask(key=mask.key), size)
-        both = as_partial(sums).output()
+        key = mask.key
+        if key is None:
+            key = torch.ones(1, k.shape[2], dtype=torch.bool, device=k.device)
+        opened = key[:, None].expand(-1, u.shape[2], -1)
+
+        def allowed(first: int, last: int) -> Tensor:
+            return opened[:, :, first:last]
+
+        both = _gather(u, k, torch.cat([k, v], -1), scale, allowed).output()
         present = torch.ones(1, u.shape[2], dtype=torch.bool, device=k.device)
         if mask.key is not None:
             present = mask.key.any(-1, keepdim=True) & present
@@ -418,32 +424,34 @@ def _visible(mask: Mask, offset: int, i: Tensor, j: Tensor) -> Tensor:
     return allowed
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """The `Reach` of global queries, which stand at `place` (B or 1, g)."""
+def _gather(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Callable[[int, int], Tensor]
+) -> Partial:
+    """Exact attention of a few queries over many keys: a chunk of keys at a time, merged.
 
-    mask: Mask
-    offset: int
-    place: Tensor
-    causal: bool = False
-    window: None = None
-    dense: None = None
+    `allowed` (first, last) gives the mask (B or 1, L, last − first) of a range of keys.
+    """
+    dtype, keys = sums_dtype(q.dtype), k.shape[2]
 
-    def span(self, start: int, stop: int, queries: int, keys: int) -> tuple[int, int]:
-        return 0, keys
+    def run(first: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        opened = allowed(first, first + k.shape[2])[:, None]
+        return explicit(q, k, v, opened, None, scale=scale, dtype=dtype)
 
-    def rows(
-        self,
-        start: int,
-        stop: int,
-        queries: int,
-        keys: int,
-        *,
-        span: tuple[int, int] | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
-        every = torch.arange(keys, device=device)[None]
-        return _visible(self.mask, self.offset, self.place[:, start:stop], every)
+    step = max(1, CHUNK_BYTES // (8 * dtype.itemsize * q.shape[0] * q.shape[1] * q.shape[2]))
+    if step >= keys or torch.compiler.is_compiling():
+        return as_partial(run(0, q, k, v))
+    parts = []
+    # `split`, not slices: the gradient of a slice is as long as all keys.
+    for n, (some_k, some_v) in enumerate(zip(k.split(step, 2), v.split(step, 2), strict=True)):
+        parts.append(as_partial(_again(run, n * step, q, some_k, some_v)))
+    return combine(parts)
+
+
+def _again(run: Callable[..., tuple[Tensor, ...]], start: int, *tensors: Tensor) -> Any:
+    """`run`, computed again in the backward pass instead of keeping what is in between."""
+    if not torch.is_grad_enabled():
+        return run(start, *tensors)
+    return checkpoint(run, start, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 def _rows(
@@ -451,15 +459,16 @@ def _rows(
     extra: Extra,
 ) -> Partial:  # fmt: skip
     """Exact attention of the global queries, over all keys and the extra tokens."""
-    dtype = sums_dtype(q.dtype)
     few = _pick(q.transpose(1, 2), place).transpose(1, 2)
-    reach = _Rows(mask, k.shape[2] - q.shape[2], place)
-    function = functools.partial(explicit, scale=scale, dtype=dtype)
-    size = 8 * q.shape[0] * q.shape[1] * k.shape[2] * dtype.itemsize
-    parts = [as_partial(over_queries(function, few, k, v, reach, size))]
+    offset = k.shape[2] - q.shape[2]
+
+    def allowed(first: int, last: int) -> Tensor:
+        return _visible(mask, offset, place, torch.arange(first, last, device=q.device)[None])
+
+    parts = [_gather(few, k, v, scale, allowed)]
     if extra is not None:
-        allowed = extra[2][:, None, None].expand(-1, -1, few.shape[2], -1)
-        parts.append(as_partial(function(few, extra[0], extra[1], allowed, None)))
+        there = extra[2][:, None].expand(-1, few.shape[2], -1)
+        parts.append(_gather(few, extra[0], extra[1], scale, lambda a, b: there[:, :, a:b]))
     return combine(parts)
 
 
@@ -498,14 +507,8 @@ def _others(
     step = max(1, CHUNK_BYTES // (4 * q.shape[0] * q.shape[1] * width))
     if step >= queries or torch.compiler.is_compiling():
         return as_partial(run(0, q, *near))
-    parts = []
-    for start in range(0, queries, step):
-        tensors = [t[:, :, start : start + step] for t in (q, *near)]
-        if torch.is_grad_enabled():
-            found = checkpoint(run, start, *tensors, use_reentrant=False, preserve_rng_state=False)
-        else:
-            found = run(start, *tensors)
-        parts.append(found)
+    pieces = zip(*(t.split(step, 2) for t in (q, *near)), strict=True)
+    parts = [_again(run, n * step, *tensors) for n, tensors in enumerate(pieces)]
     return as_partial(tuple(torch.cat(tensors, 2) for tensors in zip(*parts, strict=True)))
 
 

@@ -293,18 +293,21 @@ class Clustered(Mechanism):
             return torch.arange(length, device=x.device).expand(x.shape[:3])
         points = self._points(x, opened)
         first = of_rank(opened, strata(opened, clusters)).expand(-1, x.shape[1], -1)
-        centres = take(points, first)
-        found = _lloyd(
-            points,
-            opened,
-            centres,
-            self.config.iterations,
-            signs=self.config.hamming,
-            masked_rows=mask.key is not None,
+        found, centres = _lloyd(
+            points, opened, take(points, first), self.config.iterations, self.config.hamming
         )
-        alone = (opened.sum(-1) <= clusters)[:, None] & opened
-        rank = opened.long().cumsum(-1) - 1
-        return torch.where(alone[:, None], rank[:, None], found)
+        if mask.key is None:
+            return found
+        # Rows with few open tokens: each is a cluster. Closed tokens go where an open one is.
+        total = opened.sum(-1)[:, None, None]
+        alone, rank = total <= clusters, opened.long().cumsum(-1) - 1
+        found = torch.where(alone, rank[:, None], found)
+        own = torch.minimum(torch.arange(clusters, device=x.device), total - 1)
+        own = of_rank(opened, own).expand(-1, x.shape[1], -1)
+        centres = torch.where(alone[..., None], take(points, own), centres)
+        inside = opened[:, None].long().expand(found.shape)
+        members = inside.new_zeros(centres.shape[:3]).scatter_add(-1, found.clamp_min(0), inside)
+        return torch.where(opened[:, None], found, _nearest(points, centres, members > 0))
 
     def _points(self, x: Tensor, opened: Tensor) -> Tensor:
         """What is clustered: vectors, or the signs ±1 of their projections."""
@@ -412,17 +415,12 @@ def _sums(x: Tensor, cluster: Tensor, count: int) -> Tensor:
 
 
 def _lloyd(
-    x: Tensor,
-    opened: Tensor,
-    centres: Tensor,
-    iterations: int,
-    *,
-    signs: bool,
-    masked_rows: bool,
-) -> Tensor:
-    """Nearest of the centres (B, h, C, F) after Lloyd's iterations, for x (B, h, N, F).
+    x: Tensor, opened: Tensor, centres: Tensor, iterations: int, signs: bool
+) -> tuple[Tensor, Tensor]:
+    """Lloyd's iterations from centres (B, h, C, F): the nearest one to each row of x
+    (B, h, N, F), and the centres.
 
-    Closed tokens are assigned, but move no centre. With `signs` centres are the signs of sums.
+    Closed tokens move no centre. With `signs` centres are the signs of sums.
     """
     count = centres.shape[2]
     filled = x.masked_fill(~opened[:, None, :, None], 0.0)
@@ -433,12 +431,7 @@ def _lloyd(
         members = ones.new_zeros(centres.shape[:3]).scatter_add(-1, found, ones)[..., None]
         mean = (sums >= 0).to(x.dtype) * 2 - 1 if signs else sums / members.clamp_min(1)
         centres = torch.where(members > 0, mean, centres)
-    found = _nearest(x, centres)
-    if masked_rows:  # closed tokens go to a cluster that an open one is in
-        inside = opened[:, None].expand(found.shape).to(torch.int64)
-        members = inside.new_zeros(centres.shape[:3]).scatter_add(-1, found, inside)
-        found = torch.where(opened[:, None], found, _nearest(x, centres, members > 0))
-    return found
+    return _nearest(x, centres), centres
 
 
 def _nearest(x: Tensor, centres: Tensor, usable: Tensor | None = None) -> Tensor:

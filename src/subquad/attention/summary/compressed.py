@@ -171,6 +171,9 @@ class Compressed(Mechanism):
         },
         deviations="no bias; causal queries read complete blocks only, and with current=true the "
         "tokens since; a row without any key gives zeros",
+        sample="compressed(stride=3, conv=shared)",
+        use="moderately long sequences, where a factor of `stride` is enough and order within a "
+        "stride does not matter; it stays quadratic.",
     )
 
     def __init__(

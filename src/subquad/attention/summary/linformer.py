@@ -124,6 +124,9 @@ class Linformer(Mechanism):
             "dropout": "probability with which an attention weight is dropped while training",
         },
         deviations="mean takes no masked keys into account; a row without any key gives zeros",
+        sample="linformer(k=12, projection=mean)",
+        use="encoders with a fixed greatest length, trained from scratch: few parameters, very "
+        "regular memory.",
     )
 
     def __init__(

@@ -147,6 +147,9 @@ class Nystrom(Mechanism):
         },
         deviations="segments of unequal size, masked keys left out of means, L ≠ S; norms of the "
         "inverse's start per matrix instead of one maximum over batch and heads",
+        sample="nystrom(landmarks=8)",
+        use="encoders trained with it, or converted ones where neither causality nor a state is "
+        "needed.",
     )
 
     def __init__(
