@@ -415,24 +415,10 @@ class NearFar(Mechanism):
             mask = Mask(causal=True, key=both.key)
             parts.append(partial(q, both.k, both.v, mask, Pattern(reach, 0), scale))
 
-        # Sinks: the first open ones of those known and those that come.
-        sinks = KeyValueState.extend(
-            KeyValueState(state.sink_k, state.sink_v, state.sink_at >= 0), k, v, opened
-        )
-        assert sinks.key is not None
-        place = torch.arange(state.length, state.length + new, device=k.device)
-        places = torch.cat([state.sink_at, place.expand(len(k), -1)], 1)
-        at, found = _first_open(sinks.key, config.sinks)
-        taken = torch.zeros_like(sinks.key).scatter(1, at, found)[:, config.sinks :]
-        sink_at = places.gather(1, at).masked_fill(~found, -1)
-        where = at[:, None, :, None]
-        sink_k, sink_v = (
-            t.gather(2, where.expand(-1, t.shape[1], -1, t.shape[-1])) for t in (sinks.k, sinks.v)
-        )
+        sink_k, sink_v, sink_at, taken = self._sinks(state, k, v, opened)
         if config.sinks:
-            apart = _Apart(
-                sink_at[:, None], found[:, None], reach, True, state.length + new - queries
-            )
+            at = sink_at[:, None]
+            apart = _Apart(at, at >= 0, reach, True, state.length + new - queries)
             parts.append(_exact(q, sink_k, sink_v, apart, scale))
 
         # The keys that leave the ring now are those that the far field has yet to read.
@@ -447,6 +433,28 @@ class NearFar(Mechanism):
             both.k[:, :, new:].clone(), both.v[:, :, new:].clone(), both.key[:, new:].clone(),
             to_far[:, new:].clone(), sink_k, sink_v, sink_at, far_state, state.length + new,
         )  # fmt: skip
+
+    def _sinks(
+        self, state: NearFarState, k: Tensor, v: Tensor, opened: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, values and positions of the sinks, and which new tokens (B, S) are among them.
+
+        They are the first open ones of those known and those that come.
+        """
+        known, count = state.sink_at >= 0, self.config.sinks
+        if bool(known.all()):  # from then on they stay
+            return state.sink_k, state.sink_v, state.sink_at, torch.zeros_like(opened)
+        both = KeyValueState.extend(KeyValueState(state.sink_k, state.sink_v, known), k, v, opened)
+        assert both.key is not None
+        place = torch.arange(state.length, state.length + k.shape[2], device=k.device)
+        places = torch.cat([state.sink_at, place.expand(len(k), -1)], 1)
+        at, found = _first_open(both.key, count)
+        taken = torch.zeros_like(both.key).scatter(1, at, found)[:, count:]
+        where = at[:, None, :, None]
+        keys, values = (
+            t.gather(2, where.expand(-1, t.shape[1], -1, t.shape[-1])) for t in (both.k, both.v)
+        )
+        return keys, values, places.gather(1, at).masked_fill(~found, -1), taken
 
     def _empty(self, k: Tensor, v: Tensor) -> NearFarState:
         """The state before any token."""

@@ -348,7 +348,8 @@ class RFA(KernelMechanism):
                     bias = bias.masked_fill(~key_mask[:, None, start:stop], EMPTY)
                 seen = torch.cat([(seen + total).clamp_min(EMPTY), bias], -1).logcumsumexp(-1)
                 whole = start == 0 and absorb > 0
-                out = out * self._floor(seen, out.shape[2], whole, den, log_scale)[..., None]
+                factor = self._floor(seen, out.shape[2], whole, den, log_scale)
+                out = out * factor[..., None].to(out.dtype)
                 seen = seen[:, :, -1:]
             outs.append(out)
         assert state is not None  # there is at least one key
@@ -383,7 +384,7 @@ class RFA(KernelMechanism):
         level = math.log(self.config.clip) + close
         at_floor = (log_w > 0.5 * EMPTY) & (den > 0) & (log_den <= log_w.detach() + level)
         factor = torch.exp(log_w.detach() - log_w)
-        return torch.where(at_floor, factor, 1.0).to(den.dtype)
+        return torch.where(at_floor, factor, 1.0)
 
     def _log_gates(self, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """ln g and ln(1 − g) (B, Hkv, S) in float64; masked keys do not decay."""

@@ -207,7 +207,7 @@ class Clustered(Mechanism):
         cost=Cost("O(L·C·D·iterations + L·k·(D+V))", _flops, _memory),
         paper="Vyas et al. 2020, Fast Transformers with Clustered Attention, arXiv 2007.04825, "
         "section 3 (clusters of queries)",
-        limit="softmax with clusters ≥ L, or clusters ≥ S for keys",
+        limit="softmax with clusters ≥ L or topk ≥ S, for clusters of keys with clusters ≥ S",
         options={
             "cluster": "what is clustered: queries (the paper) or keys",
             "clusters": "C, number of clusters",
