@@ -249,7 +249,7 @@ def test_state_does_not_depend_on_the_length():
         ("additive", "do not estimate exp"),
         ("local", "keep their place in the window"),
         ("nystrom", "'partial'"),
-        ("near_far()", "'partial'"),
+        ("near_far()", "'compact'"),
     ],
 )
 def test_far_fields_that_cannot_merge_are_refused(far, reason):
@@ -311,8 +311,9 @@ def test_capabilities_follow_the_far_field():
     assert "grows" in have("far=softmax").state.reason
     assert have("window=0").compact
     assert not have("window=3").compact
-    assert have("sinks=0").partial
-    assert not have("sinks=1").partial
+    assert have("sinks=0").merges
+    assert "heavy or sinks" in have("sinks=1").merges.reason
+    assert have("sinks=1").partial
     with pytest.raises(sq.UnsupportedError, match="use sinks"):
         build(f"near_far(heavy=3, {SMALL})")(*inputs(), causal=True)
 

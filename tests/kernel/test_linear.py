@@ -53,6 +53,10 @@ def features(x, w, b, activation):
         return u.relu() + 1e-3
     if activation == "elu":
         return torch.where(u > 0, u + 1, u.clamp_max(0).exp())
+    if activation == "softplus":
+        return torch.log(1.0 + u.exp())
+    if activation == "sigmoid":
+        return 1.0 / (1.0 + torch.exp(-u))
     return torch.cat([u.cos(), u.sin()], -1) * u.shape[-1] ** -0.5
 
 
@@ -155,7 +159,7 @@ def compare(t, found, wanted):
         close(a, b, name=f"gradient of {name}")
 
 
-ACTIVATIONS = ("exp", "relu", "elu", "trig")
+ACTIVATIONS = ("exp", "relu", "elu", "softplus", "sigmoid", "trig")
 KINDS = {  # L, S, absorb
     "bidirectional": (13, 71, 71),
     "causal": (137, 137, 0),  # three chunks of 64, the last of 9

@@ -65,7 +65,8 @@ def ours(attention, hidden, mask, drawn):
     def brought(own, count, causal=False):
         """Theirs start with block 1; the first and the last read everything anyway."""
         blocks = torch.full((len(count), HEADS, len(own), RANDOM), -1)
-        blocks[:, :, 1:-1] = drawn
+        inner = (own >= 1) & (own <= drawn.shape[1])
+        blocks[:, :, inner] = drawn[:, own[inner] - 1]
         return blocks
 
     mech.random_blocks = brought

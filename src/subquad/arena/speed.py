@@ -275,8 +275,8 @@ def contenders(
 
 def _registered(name: str, sizes: Sizes, max_length: int) -> Contender:
     about = registry.describe(name)
-    bare = "features" in about.config.option_names() and name == about.name
-    options = {"features": sizes.features} if bare else {}
+    free = isinstance(getattr(about.config, "features", None), int) and name == about.name
+    options = {"features": sizes.features} if free else {}
     mechanism = registry.build(
         name,
         head_dim=sizes.head_dim,

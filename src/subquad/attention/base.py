@@ -324,6 +324,8 @@ class Mechanism(nn.Module, ABC):
         have = cls.capabilities_for(config)
         if have.approximates != "softmax":
             return Absent("its weights do not estimate exp(scale·q·k), the units of exact ones")
+        if isinstance(have.full_length, Absent):
+            return Absent(have.full_length.reason)
         needs = {"partial": have.partial, "causal": have.causal, "compact": have.compact}
         for need, support in needs.items():
             if isinstance(support, Absent) and cls._outside is Mechanism._outside:

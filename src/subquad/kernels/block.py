@@ -335,9 +335,8 @@ def backward(
         flat = q.flatten(1, 2)
         shift = lse[here, :, start:stop, None]
         for where, k, v, allowed in p.parts(here, start, stop, own):
+            # A row without keys has scores −∞ only: exp(−∞ − EMPTY) is 0.
             w = p.scores(q, k, allowed).sub_(shift).exp_()
-            if allowed is not None:  # exp(−∞ − EMPTY) is 0, but exp(0 − EMPTY) would be ∞
-                w.masked_fill_(shift == EMPTY, 0.0)
             w = w.flatten(1, 2)
             s_bar = torch.bmm(g, v.mT)
             s_bar.sub_(delta[here, :, start:stop].flatten(1, 2)[..., None]).mul_(w)

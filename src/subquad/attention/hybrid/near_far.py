@@ -166,7 +166,7 @@ class NearFar(Mechanism):
     Cost O(L·(window + heavy + sinks)·(D+V)) and twice the far field's.
 
     Papers: exact near field + linear far field under one normaliser: Zhang et al. 2024 (LoLCATs),
-    arXiv 2410.10254, §3.3; sparse + low rank: Chen et al. 2021 (Scatterbrain), arXiv 2110.15343;
+    arXiv 2410.10254; sparse + low rank: Chen et al. 2021 (Scatterbrain), arXiv 2110.15343;
     sinks: Xiao et al. 2023, arXiv 2309.17453.
 
     Args:
@@ -210,7 +210,7 @@ class NearFar(Mechanism):
         "(Σ_{j ∈ N_i ∪ G} e^{s_ij} + Σ_{j ∉ N_i ∪ G} κ_ij),  s_ij = scale·q_i·k_j,  "
         "N_i = {j : |p_i − j| ≤ window},  G: heavy keys,  κ: weights of `far`",
         cost=Cost("O(L·(window + heavy + sinks)·(D+V)) + 2 × far", _flops, _memory),
-        paper="Zhang et al. 2024, LoLCATs, arXiv 2410.10254, §3.3; Chen et al. 2021, Scatterbrain, "
+        paper="Zhang et al. 2024, LoLCATs, arXiv 2410.10254; Chen et al. 2021, Scatterbrain, "
         "arXiv 2110.15343; attention sinks: Xiao et al. 2023, arXiv 2309.17453",
         limit="softmax if window ≥ L − 1, heavy + sinks ≥ S, or far=softmax",
         options={
@@ -220,8 +220,8 @@ class NearFar(Mechanism):
             "sinks": "first open tokens that all queries read exactly",
             "far": "the mechanism that reads all other keys",
         },
-        deviations="the window leaves the far field exactly, to the token; the papers add the far "
-        "field's estimate of the window, or subtract it",
+        deviations="exact keys never enter the far field, where Scatterbrain subtracts its "
+        "estimates of them; LoLCATs is causal with learned features; heavy keys are ours",
     )
 
     def __init__(self, *, device: Any = None, dtype: Any = None, **arguments: Any) -> None:
@@ -265,7 +265,8 @@ class NearFar(Mechanism):
             gqa=_of(found, have.gqa),
             state=state,
             read=Absent("the window of a query moves with it, the state holds the last one's"),
-            partial=one_choice if config.listed else True,
+            partial=True,
+            merges=one_choice if config.listed else _of(found, have.merges),
             approximates="softmax",
             trainable=_of(found, have.trainable),
             compile=Absent(
@@ -277,6 +278,7 @@ class NearFar(Mechanism):
             pad_invariant=_of(found, have.pad_invariant),
             compact=compact if config.window else _of(found, have.compact),
             exact_gradient=gradient,
+            full_length=_of(found, have.full_length),
             reach=have.reach if have.reach == "all past tokens" else f"the window; {have.reach}",
         )
 

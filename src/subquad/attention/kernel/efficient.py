@@ -86,8 +86,7 @@ class Efficient(KernelMechanism):
 
     info = Info(
         summary="softmax over features for q and over positions for k",
-        formula="out_i = Σ_m softmax(q_i)_m Σ_j e^{k_jm} v_j / Σ_j e^{k_jm},  "
-        "q and k times √scale",
+        formula="out_i = Σ_m softmax(q_i)_m Σ_j e^{k_jm} v_j / Σ_j e^{k_jm},  q and k times √scale",
         cost=Cost("O(L·D·(D+V))", _flops, _memory),
         paper="Shen et al. 2021, Efficient Attention: Attention with Linear Complexities, "
         "arXiv 1812.01243, section 3",

@@ -110,7 +110,7 @@ class LinearConfig(Config):
     features: int | None = None
 
     def problems(self) -> Iterator[str]:
-        maps = {"map": self.map}
+        maps: dict[str, object] = {"map": self.map}
         if self.key_map is not None:
             maps["key_map"] = self.key_map
         for name, given in maps.items():
@@ -157,7 +157,7 @@ class Linear(KernelMechanism):
     The paper has no temperature: `scale` is 1 by default, and multiplies q and k by its root.
     Named maps, elementwise: elu is elu(x) + 1; relu is max(x, 0) + 1e-3, without which a token
     could have no feature at all; exp never overflows, since a running maximum is divided out
-    for each feature; square is x². Functions may be learned modules and need not be
+    for each feature; square is x², for which `scale` cancels. Functions may be learned modules and need not be
     elementwise; they are evaluated again in the backward pass.
 
     Cost O((L+S)·M·V) time, O(M·V) state, with M = D for named maps.

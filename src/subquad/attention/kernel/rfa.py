@@ -21,7 +21,6 @@ the state decays from segment to segment. Peng et al. 2021, arXiv 2103.02143, se
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -325,30 +324,28 @@ class RFA(KernelMechanism):
         x, y = _unit(q), _unit(k)
         maps = self._features(x, y, None, scale)
         keys, shift = k.shape[2], q.shape[2] - k.shape[2]
-        edges = [0, absorb] if absorb else [0]
-        edges += [min(stop, keys) for stop in range(absorb + SEGMENT, keys + SEGMENT, SEGMENT)]
+        sizes = [absorb] if absorb else []
+        sizes += [min(SEGMENT, keys - start) for start in range(absorb, keys, SEGMENT)]
+        own = [sizes[0] + shift, *sizes[1:]]  # the first segment has the surplus of queries
+        masks = [None] * len(sizes) if key_mask is None else key_mask.split(sizes, 1)
+        parts = (log_gate.split(sizes, 2), log_write.split(sizes, 2), masks,
+                 x.split(own, 2), y.split(sizes, 2), v.split(sizes, 2))  # fmt: skip
         outs, seen = [], _log_mass(state, log_gate)
-        for start, stop in itertools.pairwise(edges):
-            past = log_gate[:, :, start:stop].cumsum(-1)
+        for t, (gate, write, open_, queries, ks, values) in enumerate(zip(*parts, strict=True)):
+            past = gate.cumsum(-1)
             total = past[:, :, -1:]
-            bias = total - past + log_write[:, :, start:stop]
+            bias = total - past + write
             if state is not None:
                 state = _decay(state, total.flatten(0, 1)[..., None])
+            first = absorb if t == 0 else 0
             out, den, log_scale, state = _call(
-                replace(maps, key_bias=bias.to(x.dtype)),
-                x[:, :, start + shift if start else 0 : stop + shift],
-                y[:, :, start:stop],
-                v[:, :, start:stop],
-                absorb if start == 0 else 0,
-                None if key_mask is None else key_mask[:, start:stop],
-                state,
+                replace(maps, key_bias=bias.to(x.dtype)), queries, ks, values, first, open_, state
             )
             if out.requires_grad and bias.requires_grad:
-                if key_mask is not None:
-                    bias = bias.masked_fill(~key_mask[:, None, start:stop], EMPTY)
+                if open_ is not None:
+                    bias = bias.masked_fill(~open_[:, None], EMPTY)
                 seen = torch.cat([(seen + total).clamp_min(EMPTY), bias], -1).logcumsumexp(-1)
-                whole = start == 0 and absorb > 0
-                factor = self._floor(seen, out.shape[2], whole, den, log_scale)
+                factor = self._floor(seen, out.shape[2], first > 0, den, log_scale)
                 out = out * factor[..., None].to(out.dtype)
                 seen = seen[:, :, -1:]
             outs.append(out)

@@ -320,7 +320,7 @@ class BigBird(Mechanism):
         same on every device. May be replaced on an instance, to bring other random blocks.
 
         Args:
-            own: (n,) positions of query blocks, in blocks.
+            own: (n,) positions of query blocks, in blocks; may go beyond the last one.
             count: (P,) blocks in each row of keys.
             causal: whether only past blocks are drawn.
 
