@@ -229,9 +229,7 @@ def ref_rfa(mech, q, k, v, *, allowed, scale):
     omega = omega.repeat_interleave(groups, 0)
     phi_q, phi_k = (
         torch.cat([torch.cos(angle), torch.sin(angle)], -1) / (config.features / 2) ** 0.5
-        for angle in (
-            scale**0.5 * (t / t.norm(dim=-1, keepdim=True)) @ omega.mT for t in (q, k)
-        )
+        for angle in (scale**0.5 * (t / t.norm(dim=-1, keepdim=True)) @ omega.mT for t in (q, k))
     )
     kernel = phi_q @ phi_k.mT
     mass = torch.ones_like(kernel)

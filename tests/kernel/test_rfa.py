@@ -116,16 +116,16 @@ def test_lengths_do_not_matter_and_zeros_stay_zero():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_floor_binds_and_has_its_gradient(causal):
-    """At clip = 0.7 and scale 3 some rows are at the floor, others not; nothing explodes."""
-    mech = build(features=26, clip=0.7)
+    """At clip = 0.12 and scale 3 some rows are at the floor, others not; nothing explodes."""
+    mech = build(features=26, clip=0.12)
     leaves = [x.requires_grad_() for x in inputs()]
     free = build(features=26, clip=1e-9)(*leaves, causal=causal, scale=3.0)
     out, wanted = mech(*leaves, causal=causal, scale=3.0), ref(mech, *leaves, 3.0, causal)
     share = ((out - free).abs().amax(-1) > 1e-9).double().mean()
-    assert 0.1 < share < 1.0
+    assert 0.1 < share < 0.9
     close(out, wanted)
-    # |num| ≤ Σ|K||v| ≤ mass·max|v| and the normaliser ≥ 0.7·mass.
-    assert out.abs().max() <= leaves[2].abs().max() / 0.7
+    # |num| ≤ Σ|K||v| ≤ mass·max|v| and the normaliser ≥ 0.12·mass.
+    assert out.abs().max() <= leaves[2].abs().max() / 0.12
     bar = randn(*wanted.shape, seed=9)
     grads = (torch.autograd.grad(x, leaves, bar) for x in (out, wanted))
     for a, b in zip(*grads, strict=True):
@@ -162,9 +162,11 @@ def recurrence(mech, q, k, v):
 @pytest.mark.parametrize("segment", [4, 512])
 @pytest.mark.parametrize("bias", [-3.0, 0.0, 4.0])
 def test_the_papers_recurrence(bias, segment, monkeypatch):
-    """No row is at the floor: normalisers are ≥ clip, here 1e-6, of the weights."""
+    """No row is at the floor: with M = 1024 kernels are ≥ e^-2 − 4/√M = 0.01 (variance ≤ 1/M),
+    and normalisers as many times the weights.
+    """
     monkeypatch.setattr(rfa, "SEGMENT", segment)
-    mech = build(features=62, gate=True, gate_bias=bias, clip=1e-6)
+    mech = build(features=1024, gate=True, gate_bias=bias, clip=1e-3)
     q, k, v = inputs(23, 23)
     with torch.no_grad():
         wanted = recurrence(mech, q, k, v)
@@ -206,12 +208,13 @@ def test_float32_over_many_segments(causal, bias):
 
 def test_limits_of_the_gate():
     """Open forever: no gate. g = 1 − ε for all keys: their weights agree to 23·ε, ε = e^-30.
-    Closed: the own token alone, up to e^-30·23·10, since its kernel is ≥ clip = 0.1 here.
+    Closed: the own token alone, up to 23·e^-30 over its kernel, which is ≥ e^-2 − 4/√M = 0.07,
+    above the floor.
     """
     q, k, v = inputs(23, 23)
-    plain = build(features=126)
+    plain = build(features=4096, clip=0.05)
     for bias in (30.0, -30.0):
-        mech = build(features=126, gate=True, gate_bias=bias)
+        mech = build(features=4096, clip=0.05, gate=True, gate_bias=bias)
         mech.load_state_dict(plain.state_dict(), strict=False)
         with torch.no_grad():
             mech.gate_weight.zero_()
@@ -220,8 +223,6 @@ def test_limits_of_the_gate():
             close(out, plain(q, k, v, causal=True), 1e-10)
             close(mech(q, k, v), plain(q, k, v), 1e-10)
         else:
-            own = plain.partial(q.flatten(2, 2)[:, :, :1], k[:, :, :1], v[:, :, :1])
-            assert own.den.min() > 0.1
             close(out, v.repeat_interleave(2, 1), 1e-10)
 
 

@@ -35,6 +35,10 @@ VARIANTS = {
         "performer(gauge=balance)",
         "performer(estimator=derf, gauge=balance)",
     ),
+    "near_far": (
+        "near_far(window=32, heavy=32, far=performer(features=64, estimator=derf, gauge=balance))",
+        "near_far(window=32, heavy=32, far=kernel_nystrom(features=128))",
+    ),
 }
 """Settings that are shown of a mechanism; one with its defaults where none is listed."""
 

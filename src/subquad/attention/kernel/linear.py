@@ -157,8 +157,8 @@ class Linear(KernelMechanism):
     The paper has no temperature: `scale` is 1 by default, and multiplies q and k by its root.
     Named maps, elementwise: elu is elu(x) + 1; relu is max(x, 0) + 1e-3, without which a token
     could have no feature at all; exp never overflows, since a running maximum is divided out
-    for each feature; square is x², for which `scale` cancels. Functions may be learned modules and need not be
-    elementwise; they are evaluated again in the backward pass.
+    for each feature; square is x², for which `scale` cancels. Functions may be learned modules
+    and need not be elementwise; they are evaluated again in the backward pass.
 
     Cost O((L+S)·M·V) time, O(M·V) state, with M = D for named maps.
 
