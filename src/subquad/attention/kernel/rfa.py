@@ -119,6 +119,9 @@ class RFA(KernelMechanism):
     position (its own under a causal mask, a prefix, all keys without a causal mask), it reads the
     state after that position: without a causal mask the last keys weigh most, for every query.
 
+    Gradients are exact within a call. From call to call they pass through the sums of a state, but
+    not through its total weight, which rows at the floor divide by.
+
     A vector of zeros stays zero, with the features cos 0 = 1, sin 0 = 0.
 
     Cost O((L+S)·M·(D+V)) time, O(M·V) state.
