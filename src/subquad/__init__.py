@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from subquad.attention.kernel.nystrom import KernelNystromConfig
     from subquad.attention.kernel.performer import PerformerConfig
     from subquad.attention.kernel.rfa import RFAConfig
+    from subquad.attention.sparse.bigbird import BigBirdConfig
+    from subquad.attention.sparse.global_ import GlobalConfig
+    from subquad.attention.sparse.local import LocalConfig
+    from subquad.attention.sparse.strided import StridedConfig
     from subquad.attention.summary.clustered import ClusteredConfig
     from subquad.attention.summary.compressed import CompressedConfig
     from subquad.attention.summary.layer import LinformerEncoderLayer
     from subquad.attention.summary.linformer import LinformerConfig
     from subquad.attention.summary.nystrom import NystromConfig
     from subquad.attention.summary.sampled import SampledConfig
-    from subquad.attention.sparse.bigbird import BigBirdConfig
-    from subquad.attention.sparse.global_ import GlobalConfig
-    from subquad.attention.sparse.local import LocalConfig
-    from subquad.attention.sparse.strided import StridedConfig
 
 __version__ = "0.1.0"
 
@@ -59,12 +59,12 @@ __all__ = [
     "DtypeError",
     "EfficientConfig",
     "GaussianConfig",
+    "GlobalConfig",
     "KernelNystromConfig",
     "LinearConfig",
-    "LocalConfig",
-    "GlobalConfig",
     "LinformerConfig",
     "LinformerEncoderLayer",
+    "LocalConfig",
     "Mask",
     "Mechanism",
     "MixedConfig",

@@ -94,6 +94,8 @@ class Efficient(KernelMechanism):
         scale="1",
         deviations="the paper is bidirectional; under a causal mask the softmax over positions "
         "takes the positions so far",
+        use="vision and other encoders trained with it. Every feature averages values over all "
+        "positions by itself.",
     )
 
     @classmethod

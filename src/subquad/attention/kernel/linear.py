@@ -200,6 +200,8 @@ class Linear(KernelMechanism):
         },
         scale="1",
         deviations="no epsilon in the normaliser: a query without any feature gives zeros",
+        use="models trained from scratch with it: the cheapest causal attention with a state. It "
+        "does not stand in for softmax in a trained model.",
     )
 
     def __init__(self, **sizes: Any) -> None:

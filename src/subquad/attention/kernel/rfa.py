@@ -171,6 +171,9 @@ class RFA(KernelMechanism):
         scale="1",
         deviations="the gate reads the key instead of the layer's input, and starts with bias 4; "
         "signed normalisers are clipped; own draw per key/value head",
+        sample="rfa(features=64)",
+        use="models trained with it; with gate=true where recent tokens matter more, as in "
+        "language models.",
     )
 
     def __init__(

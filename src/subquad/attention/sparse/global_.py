@@ -179,6 +179,9 @@ class Global(Mechanism):
         },
         deviations="global tokens share the projections of the others (Longformer has a second "
         "set); no window is included: merge with local for that",
+        sample="global(tokens=[0, 23])",
+        use="beside another mechanism, for tokens that everything should read: [CLS], a question, "
+        "separators.",
     )
 
     @classmethod

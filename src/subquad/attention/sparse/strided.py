@@ -155,6 +155,8 @@ class Strided(Mechanism):
         },
         deviations="one softmax over the union of both sets, as the paper's merged head; all heads "
         "read the same columns; a bidirectional form and a bounded reach are added",
+        sample="strided(stride=7)",
+        use="images as sequences, music, tables: data whose period is the stride.",
     )
 
     @classmethod

@@ -222,6 +222,9 @@ class Clustered(Mechanism):
         },
         deviations="hyperplanes pass through the origin (the authors' code offers an offset); "
         "first centroids are spread over the sequence; clusters of keys are not in the paper",
+        sample="clustered(clusters=8, topk=8)",
+        use="trained encoders whose queries fall into groups; the nearest to softmax among the "
+        "mechanisms without a window, and the slowest.",
     )
 
     def __init__(

@@ -174,6 +174,9 @@ class Sampled(Mechanism):
         },
         deviations="HyperAttention finds heavy entries for each query by hashing; here heavy keys "
         "are those of largest column mass, the same for all queries, and the proposal follows it",
+        sample="sampled(heavy=6, samples=10)",
+        use="trained encoders at low cost when few keys carry most of the mass; the error falls "
+        "with the number of samples.",
     )
 
     def __init__(
