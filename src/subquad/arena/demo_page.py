@@ -113,13 +113,21 @@ def _save(figure: Any) -> bytes:
 
 
 def _png(draw: Any, result: dict[str, Any], theme: _Theme) -> bytes:
-    figure, axis = _figure(4.8, 3.8, theme)
+    tall = draw in (_fidelity, _layers)
+    figure, axis = _figure(4.8, _height(result) if tall else 3.8, theme)
     draw(axis, result, theme)
     return _save(figure)
 
 
+def _height(result: dict[str, Any]) -> float:
+    """Inches in which every row of the fidelity picture has room for its name."""
+    return max(3.8, 1.4 + 0.36 * len(result["rows"]))
+
+
 def _main_picture(result: dict[str, Any], theme: _Theme) -> bytes:
-    figure, (left, right) = _figure(11.4, 4.4, theme, columns=2, width_ratios=(1.0, 1.12))
+    figure, (left, right) = _figure(
+        11.4, _height(result), theme, columns=2, width_ratios=(1.0, 1.12)
+    )
     _speed(left, result, theme)
     _fidelity(right, result, theme)
     return _save(figure)
@@ -346,7 +354,7 @@ def _layers(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
         ends.append((y[-1], _brief(row["label"]), colour))
     axis.set_ylim(0, None)
     low, high = axis.get_ylim()
-    gap = (high - low) * 0.062
+    gap = (high - low) * 0.062 * 3.8 / axis.figure.get_figheight()
     place = float("-inf")
     for value, label, colour in sorted(ends):
         place = max(value, place + gap)
@@ -374,6 +382,8 @@ def _layers(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
 
 def _brief(label: str) -> str:
     name, mark, options = label.partition("(")
+    if name != "performer":
+        return name
     return (
         options.rstrip(")")
         .replace("estimator=", "")
@@ -457,7 +467,7 @@ def _tiles(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> str:
-    from subquad.arena.demo import HEADERS, attention_cells, table_cells
+    from subquad.arena.demo import HEADERS, LABELS, attention_cells, table_cells
 
     tiles = "".join(
         f'<div class="tile"><b>{html.escape(a)}</b><span>{html.escape(b)}</span></div>'
@@ -479,6 +489,12 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
     alone = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
         for cells in attention_cells(result["attention"])
+    )
+    named = "".join(
+        f'<p class="soft">{html.escape(row["label"])} is '
+        f"<code>{html.escape(row['mechanism'])}</code>.</p>"
+        for row in result["rows"]
+        if row["mechanism"] in LABELS
     )
     left_out = "".join(
         f"<li>Left out: {html.escape(line)}. Nothing is extrapolated.</li>"
@@ -513,6 +529,7 @@ grows linearly, in one line, with no training. What that costs, and what it save
 <thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>
 <p class="soft">{result["passages"]} of {result["passages_available"]} passages of the packaged text
 (on average {result["mean_tokens"]:.0f} tokens).</p>
+{named}
 <ul class="soft">
 <li><b>cosine</b>: of the sentence embedding to the original’s, mean and 5th percentile over
 passages.</li>

@@ -33,7 +33,16 @@ from subquad.shapes import KeyMask, Keys, Output, Queries, Values, Weights
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Absent", "Capabilities", "Cost", "Info", "Mechanism", "State", "Support"]
+__all__ = [
+    "Absent",
+    "Capabilities",
+    "Cost",
+    "Info",
+    "Mechanism",
+    "State",
+    "Support",
+    "own_precision",
+]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -392,7 +401,7 @@ class Mechanism(nn.Module, ABC):
         q, k, v, joined, lead = self._check(q, k, v, joined)
         if q.shape[0] == 0:  # an empty batch
             return v.new_zeros(*lead, *q.shape[1:3], v.shape[-1])
-        with _own_precision(q):
+        with own_precision(q):
             out = self._attend(q, k, v, joined, self._scale(scale))
         return out.reshape(*lead, *out.shape[1:])
 
@@ -411,7 +420,10 @@ class Mechanism(nn.Module, ABC):
         self._need("partial", self.capabilities.partial)
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
-        with _own_precision(q):
+        if q.shape[0] == 0:  # an empty batch
+            sums = q.new_zeros(*lead, *q.shape[1:3], dtype=torch.promote_types(q.dtype, torch.float))
+            return Partial(sums.new_zeros(*sums.shape, v.shape[-1]), sums, sums)
+        with own_precision(q):
             part = self._partial(q, k, v, joined, self._scale(scale))
         return Partial(
             *(t.reshape(*lead, *t.shape[1:]) for t in (part.num, part.den, part.log_scale))
@@ -436,7 +448,7 @@ class Mechanism(nn.Module, ABC):
         joined = Mask.of(causal=True, key_mask=key_mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
         self._check_state(state, q)
-        with _own_precision(q):
+        with own_precision(q):
             out, new = self._prefill(q, k, v, state, joined.key, self._scale(scale))
         return out.reshape(*lead, *out.shape[1:]), new
 
@@ -471,7 +483,7 @@ class Mechanism(nn.Module, ABC):
         lead = q.shape[:-3]
         flat = q.reshape(-1, *q.shape[-3:])
         self._check_state(state, flat)
-        with _own_precision(q):
+        with own_precision(q):
             out = self._read(flat, state, self._scale(scale))
         return out.reshape(*lead, *out.shape[1:]), state
 
@@ -543,6 +555,8 @@ class Mechanism(nn.Module, ABC):
             support = self.capabilities_for(self.config).gqa
             if isinstance(support, Absent):
                 problems.append(f"num_kv_heads must equal num_heads: {support.reason}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            problems.append(f"seed={self.seed!r} must be an integer")
         if problems:
             raise OptionError(f"{self.name}: " + "; ".join(problems))
 
@@ -633,7 +647,7 @@ class Mechanism(nn.Module, ABC):
                 raise DeviceError(f"the state is on {tensor.device}, q is on {q.device}")
 
 
-def _own_precision(q: Tensor) -> AbstractContextManager[object]:
+def own_precision(q: Tensor) -> AbstractContextManager[object]:
     """Autocast has cast the inputs by now; inside, mechanisms choose their own precision."""
     if torch.is_autocast_enabled(q.device.type):
         return torch.autocast(q.device.type, enabled=False)

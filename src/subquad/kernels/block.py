@@ -151,14 +151,15 @@ class _Problem:
         # Closed keys before each position, of any row: spans without one need no mask.
         closed = [] if self.key is None else (~self.key).any(0).cumsum(0).tolist()
         self.closed: list[int] = [0, *closed]
-        self.table = table
-        if table is not None and self.keys % layout.block:
-            pad = -self.keys % layout.block
-            self.k, self.v = F.pad(self.k, (0, 0, 0, pad)), F.pad(self.v, (0, 0, 0, pad))
+        self.table = table if table is not None and table.shape[-1] else None
         # The least and the last key block that a query block gathers, of any row.
         self.gathered: list[list[int]] = []
-        if table is not None and table.shape[-1]:
-            self.gathered = torch.stack([table.amin((0, 2)), table.amax((0, 2))], -1).tolist()
+        if self.table is not None:
+            ends = self.table.amin((0, 2)), self.table.amax((0, 2))
+            self.gathered = torch.stack(ends, -1).tolist()
+            # Whole blocks, contiguous once: else every gathering would copy all keys.
+            pad = (0, 0, 0, -self.keys % layout.block)
+            self.k, self.v = (F.pad(t, pad).contiguous() for t in (self.k, self.v))
         self.spans: dict[tuple[int, ...], Tensor | None] = {}
 
     def rows(self, t: Tensor) -> Tensor:
@@ -251,10 +252,10 @@ class _Problem:
         blocks = self.k.shape[1] // block
         where = (row[:, None] * blocks + entries.clamp_min(0)).flatten()
         k, v = (
-            t.reshape(-1, block, t.shape[-1])[where].reshape(count, -1, t.shape[-1])
+            t.view(-1, block, t.shape[-1]).index_select(0, where).view(count, -1, t.shape[-1])
             for t in (self.k, self.v)
         )
-        least, last = self.gathered[index] if self.gathered else (-1, -1)
+        least, last = self.gathered[index]
         end = min(own, self.keys) if self.layout.causal else self.keys
         if least >= 0 and (last + 1) * block <= end and not self._narrowed():
             return where, k, v, None
@@ -324,8 +325,8 @@ def backward(
     p: _Problem, out: Tensor, lse: Tensor, out_bar: Tensor, lse_bar: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v with heads as rows; see the module's formulas."""
-    q_bar = torch.zeros_like(p.q)
-    k_bar, v_bar = torch.zeros_like(p.k), torch.zeros_like(p.v)
+    # Contiguous, whatever the inputs' layout: blocks of keys are added to by their index.
+    q_bar, k_bar, v_bar = (t.new_zeros(t.shape) for t in (p.q, p.k, p.v))
     delta = (out_bar * out).sum(-1)
     if lse_bar is not None:
         delta = delta - lse_bar

@@ -270,7 +270,10 @@ class Compressed(Mechanism):
             seen, base = state.length, state.length - state.k_tail.shape[2]
             key = _join(state.key, key_mask, len(k), state.k_tail.shape[2], more, k.device)
             k, v = torch.cat([state.k_tail, k], 2), torch.cat([state.v_tail, v], 2)
-            summaries = state.k, state.v, state.present
+            present = state.present
+            if key is not None and present is None:  # all was open before the first key mask
+                present = torch.ones(len(k), state.k.shape[2], dtype=torch.bool, device=k.device)
+            summaries = state.k, state.v, present
         length = seen + more
         done, count = seen // stride, length // stride
         if summaries is None or count > done:
@@ -278,10 +281,11 @@ class Compressed(Mechanism):
             summaries = new if summaries is None else _extend(summaries, new)
         out = self._causal(q, length - q.shape[2], *summaries, (k, v, key, base), scale)
         first = max(0, count * stride - (self.config.width - stride)) - base
+        # Copies: a slice would keep all tokens of the call in memory.
+        tail = k[:, :, first:].clone(), v[:, :, first:].clone()
         kept = CompressedState(
-            *summaries, k[:, :, first:], v[:, :, first:], None if key is None else key[:, first:],
-            length,
-        )  # fmt: skip
+            *summaries, *tail, None if key is None else key[:, first:].clone(), length
+        )
         return out, kept
 
     def _read(self, q: Tensor, state: CompressedState, scale: float) -> Tensor:
@@ -329,7 +333,7 @@ class Compressed(Mechanism):
         stop = last * stride - base
         x = F.pad(
             x[:, :, max(start, 0) : max(stop, 0)],
-            (0, 0, max(-start, 0), max(stop - max(x.shape[2], 0), 0)),
+            (0, 0, max(-start, 0), max(stop - x.shape[2], 0)),
         )
         span = max(last - first - 1, 0) * stride + 1
         return [x[:, :, t : t + span : stride][:, :, : last - first] for t in range(width)]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from subquad.attention.multihead import MultiheadAttention
 from subquad.attention.summary.linformer import Linformer, LinformerConfig
 from subquad.errors import OptionError, ShapeError, nearest
+from subquad.options import flag_problem, integer_problem
 
 __all__ = ["LinformerEncoderLayer"]
 
@@ -75,13 +76,16 @@ class LinformerEncoderLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(activation, str):
-            if activation not in ACTIVATIONS:
-                raise OptionError(
-                    f"activation={activation!r} is none of {', '.join(ACTIVATIONS)}"
-                    f"{nearest(activation, ACTIVATIONS)}, nor a function"
-                )
-            activation = ACTIVATIONS[activation]
+        problems = [
+            *integer_problem("dim_feedforward", dim_feedforward, 1),
+            *flag_problem("normalize_before", normalize_before),
+        ]
+        if not callable(activation) and str(activation) not in ACTIVATIONS:
+            hint = nearest(activation, ACTIVATIONS) if isinstance(activation, str) else ""
+            known = ", ".join(ACTIVATIONS)
+            problems.append(f"activation={activation!r} is none of {known}{hint}, nor a function")
+        if problems:
+            raise OptionError("LinformerEncoderLayer: " + "; ".join(problems))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.self_attn = MultiheadAttention(
             d_model,
@@ -100,7 +104,7 @@ class LinformerEncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(d_model, **factory)
         self.dropout1 = nn.Dropout(dropout)
         self.dropout2 = nn.Dropout(dropout)
-        self.activation = activation
+        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
         self.normalize_before = normalize_before
 
     def forward(

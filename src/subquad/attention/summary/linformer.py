@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism
+from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, own_precision
 from subquad.attention.exact.engine import clear, sums_dtype
 from subquad.attention.masks import Mask
 from subquad.attention.summary.engine import summary_attention
@@ -181,7 +181,7 @@ class Linformer(Mechanism):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws E and F from N(0, 1/k) by the seed; kernels become means of their window."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed % 2**64)
         for parameter in (self.key_projection, self.value_projection):
             if parameter is None or parameter.is_meta:
                 continue
@@ -258,8 +258,9 @@ class Linformer(Mechanism):
         """
         joined = Mask.of(key_mask=key_mask, mask=mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
-        keys, values, present = self._summaries(k, v, joined)
-        weights = self._weights(q, keys, present, joined, self._scale(scale))
+        with own_precision(q):
+            keys, values, present = self._summaries(k, v, joined)
+            weights = self._weights(q, keys, present, joined, self._scale(scale))
         values = values.to(q.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, 1)
         return weights.reshape(*lead, *weights.shape[1:]), values.reshape(*lead, *values.shape[1:])
 

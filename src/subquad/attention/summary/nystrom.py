@@ -195,7 +195,7 @@ class Nystrom(Mechanism):
         """Draws the convolution from U(−K^-½, K^-½), torch's own rule, by the seed."""
         if self.config.conv_kernel is None or self.conv_weight.is_meta:
             return
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed % 2**64)
         bound = 1.0 / math.sqrt(self.config.conv_kernel)
         drawn = torch.rand(self.conv_weight.shape, generator=generator, dtype=torch.float64)
         self.conv_weight.copy_((2.0 * drawn - 1.0) * bound)
@@ -289,7 +289,7 @@ def segment_means(x: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
 
 
 def iterative_inverse(matrix: Tensor, iterations: int = 6) -> Tensor:
-    """The pseudo-inverse (..., n, m) of (..., m, n) by a polynomial iteration of order four.
+    """The pseudo-inverse (..., n, m) of (..., m, n) by an iteration of order three.
 
     Z₀ = Aᵀ/(‖A‖₁ ‖A‖_∞), Z ← ¼ Z (13 I − AZ (15 I − AZ (7 I − AZ))): Razavi et al. 2014, as
     used by Xiong et al. 2021, arXiv 2102.03902. With σ the singular values of A, AZ₀ has the
