@@ -313,10 +313,9 @@ def spectral_recipe():
 
 def weights_of(name):
     def draw():
-        info = sq.describe(name)
-        if not (info.capabilities.weights and info.capabilities.qkv):
-            return None
-        return pictures.draw(info.info.sample or name)
+        spec = sq.describe(name).info.sample or name
+        have = sq.describe(spec).capabilities
+        return pictures.draw(spec) if have.weights and have.qkv else None
 
     return draw
 

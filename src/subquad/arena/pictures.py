@@ -8,6 +8,7 @@ grey, so that a small weight and no weight can be told apart.
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def draw(spec: str, length: int = 48) -> Any:
             axis.imshow(matrix.clamp_min(0).sqrt().numpy(), cmap="Blues", vmin=0, vmax=0.7)
             axis.imshow(unread.numpy(), cmap="Greys", vmin=0, vmax=6, interpolation="nearest")
             axis.set(xticks=[], yticks=[], xlabel="keys", ylabel="queries")
-            axis.set_title(title + (", causal" if causal else ""), fontsize=9)
+            shown = textwrap.fill(title + (", causal" if causal else ""), 36)
+            axis.set_title(shown, fontsize=9)
             for spine in axis.spines.values():
                 spine.set(visible=True, color=COLOURS["grey"])
     return page

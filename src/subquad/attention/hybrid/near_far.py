@@ -222,7 +222,7 @@ class NearFar(Mechanism):
         },
         deviations="exact keys never enter the far field, where Scatterbrain subtracts its "
         "estimates of them; LoLCATs is causal with learned features; heavy keys are ours",
-        sample="near_far(window=3, far=performer(features=64))",
+        sample="near_far(window=3)",
         use="a trained softmax model that is to become linear and keep its output: what is near "
         "or heavy is exact, the rest is approximated.",
     )

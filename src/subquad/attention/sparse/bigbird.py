@@ -261,7 +261,7 @@ class BigBird(Mechanism):
         deviations="papers and packages need lengths that the block divides and turn to full "
         "attention for short ones; the causal form is ours; Longformer's separate projections "
         "for global attention are not part of q, k, v: global tokens use the same",
-        sample="bigbird(block=6, random=1)",
+        sample="bigbird(block=4, random=1)",
         use="long documents: near text, a few global tokens, and random links that shorten the "
         "way between any two tokens. preset=longformer for models trained with that.",
     )
