@@ -172,6 +172,13 @@ def state_operations(spec):
     a, _ = mech.step(q[rows], k[rows], v[rows], picked)
     b, _ = mech.step(q, k, v, state)
     close(a, b[rows])
+    none, left = mech.prefill(q[:0], k[:0], v[:0], key_mask=key_mask(2, 19)[:0])
+    none, left = mech.step(q[:0], k[:0], v[:0], left)
+    assert none.shape == (0, *a.shape[1:])
+    wanted = {name: (0, *t.shape[1:]) for name, t in mech.step(q, k, v, state)[1].tensors().items()}
+    assert {name: tuple(t.shape) for name, t in left.tensors().items()} == wanted
+    if capabilities(spec).read:
+        assert mech.step(q[:0], None, None, left)[0].shape == (0, *a.shape[1:])
     c, _ = mech.step(*(x.repeat_interleave(2, 0) for x in (q, k, v)), state.repeat(2))
     close(c, b.repeat_interleave(2, 0))
     moved = state.to("cpu").clone()
@@ -259,6 +266,8 @@ def partials(spec):
     cuts = [slice(0, 29), slice(29, 30), slice(30, 71)]
     within = [mask & torch.isin(torch.arange(71), torch.arange(71)[c]) for c in cuts]
     _merged(mech, q, k, v, mask, [mech.partial(q, k, v, key_mask=own) for own in within])
+    empty = mech.partial(q[:0], k[:0], v[:0])
+    assert empty.num.shape == (0, *q.shape[1:3], v.shape[-1]) and empty.num.dtype == q.dtype
     if mech.family in ("exact", "kernel"):
         slices = [mech.partial(q, k[:, :, c], v[:, :, c], key_mask=mask[:, c]) for c in cuts]
         _merged(mech, q, k, v, mask, slices)
@@ -296,6 +305,8 @@ def implied_weights(spec):
         assert not weights.triu(1).any()
     rows = mech.weights(q, k, causal=causal, rows=[0, 22])
     close(rows, weights[:, :, [0, 22]])
+    sized = make(spec, value_dim=v.shape[-1])  # the matrix has S columns, whatever V is
+    assert torch.equal(sized.weights(q, k, causal=causal), weights)
 
 
 def dtypes(spec, dtype):

@@ -140,9 +140,14 @@ def test_a_module_on_another_device_is_named():
 
 def test_wrong_sizes_are_reported_at_once():
     with pytest.raises(sq.OptionError) as caught:
-        sq.build("softmax", head_dim=0, num_heads=2.0, value_dim=-1)
+        sq.build("softmax", head_dim=0, num_heads=2.0, value_dim=-1, seed=1.5)
     text = str(caught.value)
-    for words in ("head_dim=0 must be an integer ≥ 1", "num_heads=2.0", "value_dim=-1"):
+    for words in (
+        "head_dim=0 must be an integer ≥ 1",
+        "num_heads=2.0",
+        "value_dim=-1",
+        "seed=1.5 must be an integer",
+    ):
         assert words in text
 
 
@@ -195,3 +200,11 @@ def test_nearest_suggests_only_what_is_near():
     assert nearest("perfomer", ["performer", "softmax"]) == " (did you mean 'performer'?)"
     assert nearest("zzz", ["performer", "softmax"]) == ""
     assert nearest("x", []) == ""
+
+
+def test_an_empty_batch_has_a_graph() -> None:
+    leaves = [torch.zeros(0, 2, 5, 4, requires_grad=True) for _ in range(3)]
+    out = sq.attention(*leaves, "performer")
+    out.sum().backward()
+    assert out.shape == (0, 2, 5, 4)
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)

@@ -99,8 +99,7 @@ def test_no_key(spec):
     laws.no_key(spec)
 
 
-# With statistics of the call each part takes its own: parts add, but not to the whole call.
-@pytest.mark.parametrize("spec", with_capability("partial", "exact_gradient", "merges"))
+@pytest.mark.parametrize("spec", with_capability("partial", "merges"))
 def test_partials(spec):
     laws.partials(spec)
 

@@ -310,6 +310,10 @@ def test_a_number_is_a_number_in_range(value):
     assert list(number_problem("x", value, 0, 2)) == [f"x={value!r} must be a number ≥ 0 and ≤ 2"]
     assert list(number_problem("x", 0, 0)) == list(number_problem("x", 2, 0, 2)) == []
     assert list(number_problem("x", 0, 0, open_low=True)) == ["x=0 must be a number > 0"]
+    infinite = float("inf")
+    assert list(number_problem("x", infinite, 0)) == ["x=inf must be a finite number ≥ 0"]
+    assert list(number_problem("x", "y", -infinite)) == ["x='y' must be a number"]
+    assert list(number_problem("x", -infinite, -infinite)) == ["x=-inf must be a finite number"]
 
 
 def test_every_registered_config_survives_a_round_trip():

@@ -371,10 +371,15 @@ def integer_problem(name: str, value: object, minimum: int) -> Iterator[str]:
 def number_problem(
     name: str, value: object, low: float, high: float = float("inf"), *, open_low: bool = False
 ) -> Iterator[str]:
-    """Yields a problem when `value` is no number in [low, high], or (low, high]."""
+    """Yields a problem when `value` is no finite number in [low, high], or (low, high]."""
+    infinite = float("inf")
     wrong = not isinstance(value, int | float) or isinstance(value, bool) or value != value
-    if wrong or value < low or value > high or (open_low and value == low):  # type: ignore[operator]  # `wrong` short-cuts
-        bound = f"> {low:g}" if open_low else f"≥ {low:g}"
-        yield f"{name}={value!r} must be a number {bound}" + (
-            f" and ≤ {high:g}" if high != float("inf") else ""
-        )
+    endless = not wrong and value in (infinite, -infinite)
+    if wrong or endless or value < low or value > high or (open_low and value == low):  # type: ignore[operator]  # `wrong` short-cuts
+        bounds = []
+        if low != -infinite:
+            bounds.append(f"> {low:g}" if open_low else f"≥ {low:g}")
+        if high != infinite:
+            bounds.append(f"≤ {high:g}")
+        within = f" {' and '.join(bounds)}" if bounds else ""
+        yield f"{name}={value!r} must be a {'finite ' if endless else ''}number{within}"

@@ -298,6 +298,8 @@ def test_calibration_reaches_the_parts_that_need_it():
     alone = build(spec, 4, 2, seed=1)
     alone.calibrate(q[:, 2:], k[:, 1:], key_mask=mask)
     assert torch.equal(mech(q, k, v)[:, 2:], alone(q[:, 2:], k[:, 1:], v[:, 1:]))
+    with pytest.raises(sq.ShapeError, match=r"q must be \(\.\.\., H=6"):
+        mech.calibrate(torch.cat([q, q], 1), k)
     with pytest.raises(sq.OptionError, match="no part can be calibrated: softmax: takes nothing"):
         build("mixed(softmax, performer)").calibrate(q, k)
 
@@ -340,3 +342,37 @@ def test_a_mix_is_a_far_field_where_all_parts_are():
     assert torch.allclose(mech(q, k, v, causal=True)[:, :2], wanted, rtol=1e-10, atol=1e-12)
     with pytest.raises(sq.OptionError, match="cannot be the far field: gaussian: its weights do"):
         sq.describe("near_far(far=mixed(performer, gaussian))")
+
+
+@pytest.mark.parametrize("near", ["window=3, sinks=2", "window=3, heavy=5"])
+def test_each_part_of_a_far_field_sums_in_its_own_way(near):
+    # Landmarks and statistics are those of all open keys, negative weights are limited over both
+    # sides of the window, heavy keys are each key/value head's.
+    parts = ["kernel_nystrom(features=12)", "performer(features=11, estimator=derf)", "softmax"]
+    mech = build(f"near_far({near}, far=mixed({', '.join(f'{part}*2' for part in parts)}))", seed=5)
+    q, k, v = inputs()
+    key = torch.arange(L) % 5 != 3
+    out = mech(q, k, v, key_mask=key)
+    for index, far in enumerate(parts):
+        heads, kv = slice(2 * index, 2 * index + 2), slice(index, index + 1)
+        alone = build(f"near_far({near}, far={far})", 2, 1, seed=5 + index)
+        wanted = alone(q[:, heads], k[:, kv], v[:, kv], key_mask=key)
+        # sums of the same numbers in chunks of other sizes, see laws.EXACT
+        assert torch.allclose(out[:, heads], wanted, rtol=1e-10, atol=1e-12), far
+
+
+def test_looking_at_a_mix_redraws_no_part():
+    redrawn = "mixed(performer(features=11, redraw=1)*4, softmax)"
+    q, k, v = inputs()
+    mech = build(redrawn).train()
+    mech(q, k, v)
+    mech.weights(q, k)
+    assert int(mech.parts[0].draw_index) == 0
+    far = build(f"near_far(window=3, far={redrawn})").train()
+    far(q, k, v)
+    far.weights(q, k)
+    far.shares(q, k)
+    first = far.far.parts[0]
+    assert int(first.draw_index) == 0 and first.training
+    far(q, k, v)  # a training call does
+    assert int(first.draw_index) == 1

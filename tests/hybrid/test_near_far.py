@@ -314,6 +314,8 @@ def test_capabilities_follow_the_far_field():
     assert have("sinks=0").merges
     assert "heavy or sinks" in have("sinks=1").merges.reason
     assert have("sinks=1").partial
+    for far in ("kernel_nystrom(landmarks=calibrated)", "mixed(kernel_nystrom, performer)"):
+        assert "limited over the keys of a call" in have(f"sinks=0, far={far}").merges.reason
     with pytest.raises(sq.UnsupportedError, match="use sinks"):
         build(f"near_far(heavy=3, {SMALL})")(*inputs(), causal=True)
 

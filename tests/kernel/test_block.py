@@ -232,6 +232,35 @@ def test_a_table_may_differ_by_batch_row():
         close(both[row : row + 1], alone)
 
 
+@pytest.mark.parametrize("span", [False, True])
+def test_a_table_without_columns_reads_nothing(span):
+    lay = layout(aligned=True, left=1, right=0, span=span)
+    check(lay, 23, 23, table=torch.zeros(1, 3, 0, dtype=torch.int64), key=random(2, 23) > 0.3)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"dilation": 3}, {"aligned": True}, {"table": 2}], ids=str)
+def test_heads_may_be_strided(options, batch):
+    """(B, L, H, D) seen as (B, H, L, D), as projections leave it; 48 tokens are whole blocks."""
+    options = dict(options)
+    slots = options.pop("table", 0)
+    if slots:
+        options |= {"aligned": True, "left": 0, "right": 0}
+    lay = layout(**options)
+    table = drawn_table(3, lay, 48, 48, slots) if slots else None
+    plain = tensors(48, 48, batch=batch, grad=True)
+    strided = [
+        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in plain
+    ]
+    assert not any(t.is_contiguous() for t in strided)
+    found, wanted = (
+        torch.autograd.grad(block_softmax(*x, lay, scale=0.7, table=table)[0].square().sum(), x)
+        for x in (strided, plain)
+    )
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -385,6 +414,64 @@ class Largest(TorchDispatchMode):
                 if size > self.elements:
                     self.elements, self.by = size, function
         return found
+
+
+class Made(TorchDispatchMode):
+    """Adds up the elements of all tensors that operations make, not those they change or view."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        old = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in old:
+            self.elements += found.numel()
+        return found
+
+
+def test_strided_heads_are_not_copied_for_every_block():
+    """What is made grows with the length, not with its square: a table gathers from one copy.
+
+    Four times the tokens are four times the blocks, each with tensors of the same sizes, and four
+    times the elements of q, k, v and their gradients: 4 times, exactly. With one copy of all keys
+    for each block as well, 6.8 times.
+    """
+    made = []
+    for length in (512, 2048):
+        lay = layout(block=32, left=0, right=0, aligned=True)
+        q, k, v = (
+            random(1, length, 2, 4, seed=n, dtype=torch.float32).transpose(1, 2) for n in range(3)
+        )
+        table = drawn_table(2, lay, length, length, 1)
+        arguments = (
+            q, k, v, table, None, None, None, lay.block, lay.left, lay.right, lay.aligned,
+            lay.span, lay.causal, lay.offset, lay.dilation, lay.skip, lay.width, 0.3,
+        )  # fmt: skip
+        with Made() as seen:
+            out, lse = engine._block_softmax._init_fn(*arguments, True)
+            engine._block_softmax_backward._init_fn(*arguments, out, lse, out, None)
+        made.append(seen.elements)
+    assert made[1] <= 4 * made[0], made
+
+
+def test_one_query_copies_its_keys_alone():
+    """A step of decoding: 2047 keys are no whole blocks of 32, and need not be.
+
+    A span of 31 + 32 keys (sliced, but joined with those gathered for the values) and 2·32
+    gathered ones, of width 4 for k and for v; scores, masks and indices of as many keys take a
+    few times 128 more: far from the 2·2047·4 elements of one copy of k.
+    """
+    lay = layout(block=32, left=1, right=0, aligned=True, causal=True, offset=2046)
+    q, k, v = tensors(1, 2047, batch=1, heads=2, kv=2, dim=4, value=4, dtype=torch.float32)
+    table = torch.tensor([[[3, 17]], [[8, 60]]])
+    with Made() as seen:
+        engine._block_softmax._init_fn(
+            q, k, v, table, None, None, None, lay.block, lay.left, lay.right, lay.aligned,
+            lay.span, lay.causal, lay.offset, lay.dilation, lay.skip, lay.width, 0.3, False,
+        )  # fmt: skip
+    assert seen.elements < k.numel(), seen.elements
 
 
 @pytest.mark.parametrize("kind", ["tokens", "dilated", "unbounded", "blocks", "table"])

@@ -81,6 +81,18 @@ def test_without_global_and_random_blocks_it_is_local_attention():
         )
 
 
+def test_a_causal_call_has_no_last_block():
+    """Nor a table then: gradients of its empty rows are none."""
+    results = []
+    for spec in ("bigbird(block=8, random=0, global_blocks=[-1])", "bigbird(block=8, window=3, "
+                 "random=0, global_blocks=[])"):  # fmt: skip
+        q, k, v = qkv(43, grad=True)
+        out = build(spec)(q, k, v, causal=True)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, **CLOSE)
+
+
 @pytest.mark.parametrize("length", [127, 128, 129, 1021])
 def test_it_never_reads_more_than_it_says(length):
     """No length at which another computation takes over: keys read by a query that is not

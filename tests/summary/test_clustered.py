@@ -11,6 +11,7 @@ from references import ref_clustered, ref_softmax
 from subquad.arena.uniform import Uniform
 from subquad.attention.masks import Mask
 from subquad.attention.partial import combine
+from subquad.attention.summary.clustered import _blocks
 
 F64 = torch.float64
 D, H, KV, V = 5, 6, 3, 7
@@ -241,6 +242,16 @@ def test_chunks_change_nothing(monkeypatch):
     monkeypatch.setattr(clustered, "CHUNK_BYTES", 1)
     for mech, wanted in zip(mechs, whole, strict=True):
         close(mech(q, k, v), wanted)
+
+
+@pytest.mark.parametrize("length", [1000, 4000, 16000])
+def test_declared_memory_covers_the_largest_tensors(length):
+    """Keys and values of the blocks, and the distances of all tokens to all centres."""
+    dim = 64
+    declared = sq.describe("clustered").memory(length, dim)
+    _, block, _ = _blocks(torch.arange(length) % 100 + torch.zeros(1, 1, 1, dtype=int), 100)
+    assert declared > 4 * block.numel() * 32 * 2 * dim
+    assert sq.describe("clustered(cluster=keys)").memory(length, dim) > 4 * length * 100
 
 
 # ---- clusters of keys ---------------------------------------------------------------------

@@ -82,6 +82,36 @@ def test_streaming(pieces, conv):
     assert more.key.shape == (B, 6 + 2 - 4) and more.present.shape == (B, 8)
 
 
+@pytest.mark.parametrize("seen", [2, 4, 6])
+def test_a_first_key_mask_may_come_late(seen):
+    """Steps without a mask, then one with: all before counts as open, whether or not the step
+    completes a block (3 tokens; with 6 seen or 2 it starts or ends one).
+    """
+    mech = stir(build(stride=3, kernel=5, value_dim=V))
+    tensors = inputs(9, 9)
+    late = torch.rand(B, 9 - seen, generator=torch.Generator().manual_seed(2)) > 0.5
+    late[1, 0] = False  # a masked token that completes no block in one of the cases
+    key = torch.cat([torch.ones(B, seen, dtype=torch.bool), late], 1)
+    wanted = mech(*tensors, causal=True, key_mask=key)
+    for pieces in ([9 - seen], [1] * (9 - seen)):
+        _, state = mech.prefill(*(t[:, :, :seen] for t in tensors))
+        at = seen
+        for count in pieces:
+            new = slice(at, at + count)
+            out, state = mech.step(*(t[:, :, new] for t in tensors), state, key_mask=key[:, new])
+            close(out, wanted[:, :, new])
+            at += count
+        close(mech.step(tensors[0], None, None, state)[0], mech(*tensors, key_mask=key))
+
+
+def test_a_state_holds_no_more_than_it_needs():
+    """The tokens kept for later blocks are copies, not slices of all that the call read."""
+    mech = build(stride=3, kernel=5, value_dim=V)
+    state = mech.prefill(*inputs(31, 31), key_mask=torch.ones(B, 31, dtype=torch.bool))[1]
+    for tensor in (state.k_tail, state.v_tail, state.key):
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 def test_it_is_torchs_convolution():
     mech = stir(build(stride=3, kernel=5))
     q, k, v = inputs(17, 30, value=D)

@@ -192,6 +192,25 @@ def test_summary_weights_times_summary_values_are_the_output():
     assert not weights[1].any()
 
 
+def test_summary_weights_keep_their_precision_under_autocast():
+    """As a call: autocast casts the inputs, sums stay in float32."""
+    mech = sq.build("linformer(k=7)", head_dim=D, num_heads=H, num_kv_heads=HKV, max_length=71)
+    q, k, _ = (t.float() for t in inputs(71, 71))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        weights = mech.summary_weights(q, k)
+    assert weights.dtype == torch.float32
+    assert torch.equal(weights, mech.summary_weights(q.bfloat16(), k.bfloat16()))
+
+
+@pytest.mark.parametrize("spec", ["linformer(k=7)", "nystrom(conv_kernel=3)"])
+def test_any_integer_is_a_seed(spec):
+    sizes = {"head_dim": D, "num_heads": H, "max_length": 71}
+    first, again, other = (
+        next(sq.build(spec, seed=seed, **sizes).parameters()) for seed in (2**70 + 1, 1, -1)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
 def test_left_padding_is_another_input():
     """Why `compact` is absent: the same tokens at other positions meet other columns of E."""
     mech, (q, k, v) = build(k=11), inputs(N, N)

@@ -124,6 +124,13 @@ def test_dropout_acts_while_training_only():
 def test_errors():
     with pytest.raises(sq.OptionError, match=r"activation='rely'.*did you mean 'relu'"):
         build(activation="rely")
+    with pytest.raises(sq.OptionError) as caught:
+        build(activation=None, normalize_before="no")
+    for part in ("activation=None is none of relu, gelu, nor a function", "normalize_before='no'"):
+        assert part in str(caught.value)
+    for size in (0, -3, 2.5):
+        with pytest.raises(sq.OptionError, match=f"dim_feedforward={size} must be an integer ≥ 1"):
+            sq.LinformerEncoderLayer(C, H, size, max_length=L)
     layer = build()
     with pytest.raises(sq.ShapeError, match=r"src must be \(B, L, C=20\), given \(3, 23, 7\)"):
         layer(draw()[..., :7])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -297,6 +297,7 @@ class Mechanism(nn.Module, ABC):
         self.max_length = max_length
         self.seed = seed
         self._check_sizes()
+        self.seed %= 2**64  # what a generator takes
         self.capabilities = self.capabilities_for(self.config)
         if self.capabilities.max_length and max_length is None:
             raise OptionError(f"{self.name}: max_length is needed: it fixes learned sizes")
@@ -340,6 +341,11 @@ class Mechanism(nn.Module, ABC):
             if isinstance(support, Absent) and cls._outside is Mechanism._outside:
                 return Absent(f"sums outside of a window need {need!r}: {support.reason}")
         return True
+
+    @classmethod
+    def outside_merges_for(cls, config: Any) -> Support:
+        """Whether sums of `_outside` over disjoint keys merge to those of one call."""
+        return cls.capabilities_for(config).merges
 
     def _outside(
         self,
@@ -399,10 +405,22 @@ class Mechanism(nn.Module, ABC):
         """
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
+        return self._checked(q, k, v, joined, scale, lead)
+
+    def _checked(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float | None,
+        lead: tuple[int, ...],
+    ) -> Tensor:
         if q.shape[0] == 0:  # an empty batch
-            return v.new_zeros(*lead, *q.shape[1:3], v.shape[-1])
+            nothing = q.sum() + k.sum() + v.sum()  # 0, and a graph to go back through
+            return nothing.expand(*lead, *q.shape[1:3], v.shape[-1])
         with own_precision(q):
-            out = self._attend(q, k, v, joined, self._scale(scale))
+            out = self._attend(q, k, v, mask, self._scale(scale))
         return out.reshape(*lead, *out.shape[1:])
 
     def partial(
@@ -421,7 +439,8 @@ class Mechanism(nn.Module, ABC):
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
         if q.shape[0] == 0:  # an empty batch
-            sums = q.new_zeros(*lead, *q.shape[1:3], dtype=torch.promote_types(q.dtype, torch.float))
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            sums = q.new_zeros(*lead, *q.shape[1:3], dtype=dtype)
             return Partial(sums.new_zeros(*sums.shape, v.shape[-1]), sums, sums)
         with own_precision(q):
             part = self._partial(q, k, v, joined, self._scale(scale))
@@ -448,8 +467,14 @@ class Mechanism(nn.Module, ABC):
         joined = Mask.of(causal=True, key_mask=key_mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
         self._check_state(state, q)
+        empty, key = q.shape[0] == 0, joined.key
+        if empty:  # what a row of zeros gives, without that row
+            q, k, v = _one_row(q), _one_row(k), _one_row(v)
+            state, key = None if state is None else state.map(_one_row), None
         with own_precision(q):
-            out, new = self._prefill(q, k, v, state, joined.key, self._scale(scale))
+            out, new = self._prefill(q, k, v, state, key, self._scale(scale))
+        if empty:
+            out, new = _no_row(out), new.map(_no_row)
         return out.reshape(*lead, *out.shape[1:]), new
 
     def step(
@@ -483,8 +508,12 @@ class Mechanism(nn.Module, ABC):
         lead = q.shape[:-3]
         flat = q.reshape(-1, *q.shape[-3:])
         self._check_state(state, flat)
+        empty, held = flat.shape[0] == 0, state
+        if empty:
+            flat, held = _one_row(flat), state.map(_one_row)
         with own_precision(q):
-            out = self._read(flat, state, self._scale(scale))
+            out = self._read(flat, held, self._scale(scale))
+        out = _no_row(out) if empty else out
         return out.reshape(*lead, *out.shape[1:]), state
 
     def weights(
@@ -504,9 +533,13 @@ class Mechanism(nn.Module, ABC):
         `rows` keeps some queries only.
         """
         self._need("weights", self.capabilities.weights)
-        keys = k.shape[-2]
-        identity = torch.eye(keys, dtype=k.dtype, device=k.device).expand(*k.shape[:-2], keys, keys)
-        out = self.forward(q, k, identity, causal=causal, key_mask=key_mask, mask=mask, scale=scale)
+        joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
+        v = k.new_zeros(*k.shape[:-1], self.value_dim or 1)
+        q, k, v, joined, lead = self._check(q, k, v, joined)
+        # As values of another width than `value_dim`: the matrix has one column for each key.
+        identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
+        identity = identity.expand(*k.shape[:2], -1, -1)
+        out = self._checked(q, k, identity, joined, scale, lead)
         return out if rows is None else out[..., torch.as_tensor(rows, device=out.device), :]
 
     @classmethod
@@ -652,6 +685,27 @@ def own_precision(q: Tensor) -> AbstractContextManager[object]:
     if torch.is_autocast_enabled(q.device.type):
         return torch.autocast(q.device.type, enabled=False)
     return nullcontext()
+
+
+@contextmanager
+def looking(mechanism: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while, of all parts: nothing is counted, redrawn or dropped."""
+    modes = [(module, module.training) for module in mechanism.modules()]
+    mechanism.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _one_row(t: Tensor) -> Tensor:
+    """A row of zeros in place of an empty batch."""
+    return t.new_zeros(1, *t.shape[1:])
+
+
+def _no_row(t: Tensor) -> Tensor:
+    return t[:0]
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

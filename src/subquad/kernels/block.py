@@ -21,6 +21,7 @@ plus C for every entry of the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,9 +158,10 @@ class _Problem:
         if self.table is not None:
             ends = self.table.amin((0, 2)), self.table.amax((0, 2))
             self.gathered = torch.stack(ends, -1).tolist()
-            # Whole blocks, contiguous once: else every gathering would copy all keys.
-            pad = (0, 0, 0, -self.keys % layout.block)
-            self.k, self.v = (F.pad(t, pad).contiguous() for t in (self.k, self.v))
+            # Contiguous once: else every gathering would copy all keys.
+            self.k, self.v = self.k.contiguous(), self.v.contiguous()
+        # Tokens that are gathered together: a block, where they cut all keys into blocks.
+        self.unit = math.gcd(layout.block, self.keys)
         self.spans: dict[tuple[int, ...], Tensor | None] = {}
 
     def rows(self, t: Tensor) -> Tensor:
@@ -173,9 +175,9 @@ class _Problem:
         return t if width is None else t[:, at % block >= block - width]
 
     def back(self, bar: Tensor, count: int) -> Tensor:
-        """The adjoint of `columns`, (rows, S, ·) for S = `count`; cuts what a table padded."""
+        """The adjoint of `columns`, (rows, S, ·) for S = `count`."""
         if self.layout.width is None:
-            return bar[:, :count]
+            return bar
         whole = bar.new_zeros(len(bar), count, bar.shape[-1])
         at = torch.arange(count, device=bar.device) % self.layout.block
         whole[:, at >= self.layout.block - self.layout.width] = bar
@@ -197,7 +199,7 @@ class _Problem:
     ) -> Iterator[tuple[slice | Tensor, Tensor, Tensor, Tensor | None]]:
         """(where, k, v, allowed or None) of the span and of the table's blocks.
 
-        `where` is a slice of keys, or the (rows·r) indices of key blocks.
+        `where` is a slice of keys, or the indices of gathered `unit`s of keys, of all rows.
         """
         first, last = self.layout.keys(start, stop, own, self.keys)
         if first < last:
@@ -249,10 +251,12 @@ class _Problem:
         index = (own - self.layout.offset + self.layout.offset % block) // block
         row = torch.arange(rows.start, rows.stop, device=self.k.device)
         entries = table[row % table.shape[0], index]  # (rows, r)
-        blocks = self.k.shape[1] // block
-        where = (row[:, None] * blocks + entries.clamp_min(0)).flatten()
+        units, pieces = self.keys // self.unit, block // self.unit
+        inner = torch.arange(pieces, device=self.k.device)
+        where = (entries.clamp_min(0)[..., None] * pieces + inner).clamp_max(units - 1)
+        where = (row[:, None, None] * units + where).flatten()
         k, v = (
-            t.view(-1, block, t.shape[-1]).index_select(0, where).view(count, -1, t.shape[-1])
+            t.view(-1, self.unit, t.shape[-1]).index_select(0, where).view(count, -1, t.shape[-1])
             for t in (self.k, self.v)
         )
         least, last = self.gathered[index]

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from subquad import registry
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State, Support
+from subquad.attention.base import (
+    Absent,
+    Capabilities,
+    Cost,
+    Info,
+    Mechanism,
+    State,
+    Support,
+    looking,
+)
 from subquad.attention.masks import Mask
-from subquad.attention.partial import Partial
+from subquad.attention.partial import Partial, combine
 from subquad.errors import OptionError, ShapeError, UnknownNameError
 from subquad.options import Config, Part, Spec, format_value, parse_spec
 
@@ -269,7 +278,16 @@ class Mixed(Mechanism):
             support = found.outside_for(own)
             if isinstance(support, Absent):
                 return Absent(f"{found.name}: {support.reason}")
-        return super().outside_for(config)
+        return True
+
+    @classmethod
+    def outside_merges_for(cls, config: MixedConfig) -> Support:
+        parts = config.resolved()
+        support: Support = _all(
+            [found.name for found, _ in parts],
+            [found.outside_merges_for(own) for found, own in parts],
+        )
+        return support
 
     @classmethod
     def least_heads(cls, config: MixedConfig) -> int:
@@ -295,6 +313,7 @@ class Mixed(Mechanism):
         Raises:
             OptionError: if no part takes statistics from data; names what each says.
         """
+        self._check(q, k, k.new_zeros(*k.shape[:-1], self.value_dim or 1), Mask())
         refused, taken = [], 0
         for part in self._slices():
             calibrate = getattr(part.mech, "calibrate", None)
@@ -308,6 +327,11 @@ class Mixed(Mechanism):
                 refused.append(str(error))
         if not taken:
             raise OptionError("mixed: no part can be calibrated: " + "; ".join(refused))
+
+    def weights(self, *args: Any, **options: Any) -> Tensor:
+        """As `Mechanism.weights`; looking does not count as a training call."""
+        with looking(self):
+            return super().weights(*args, **options)
 
     def extra_repr(self) -> str:
         kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
@@ -353,11 +377,29 @@ class Mixed(Mechanism):
 
     def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Any) -> Partial:
         found = [part._partial(*call) for part, *call in self._each(q, k, v, mask, scale)]
-        return Partial(
-            torch.cat([one.num for one in found], 1),
-            torch.cat([one.den for one in found], 1),
-            torch.cat([one.log_scale for one in found], 1),
-        )
+        return _joined(found)
+
+    def _outside(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: Any,
+        window: int,
+        closed: Tensor | None = None,
+    ) -> list[Partial]:
+        # Each part in its own way: some limit their sums, or look at all open keys.
+        found = []
+        for part, own in zip(self._slices(), scale, strict=True):
+            apart = closed
+            if closed is not None and closed.shape[1] > 1:
+                apart = closed[:, part.kv_heads]
+            kv = k[:, part.kv_heads], v[:, part.kv_heads]
+            found.append(part.mech._outside(q[:, part.heads], *kv, mask, own, window, apart))
+        if not all(found):  # no key is outside: for none of them
+            return []
+        return [_joined([combine(sums) for sums in found])]
 
     def _prefill(
         self,
@@ -395,6 +437,15 @@ class Mixed(Mechanism):
             )
         for part, before in zip(self._slices(), state.parts, strict=True):
             part.mech._check_state(before, q[:, part.heads])
+
+
+def _joined(parts: Sequence[Partial]) -> Partial:
+    """The sums of consecutive heads as those of all heads."""
+    return Partial(
+        torch.cat([one.num for one in parts], 1),
+        torch.cat([one.den for one in parts], 1),
+        torch.cat([one.log_scale for one in parts], 1),
+    )
 
 
 def _all(names: Sequence[str], values: Sequence[Any]) -> Any:

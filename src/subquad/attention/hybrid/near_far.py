@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +23,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad import registry
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State, Support
+from subquad.attention.base import (
+    Absent,
+    Capabilities,
+    Cost,
+    Info,
+    Mechanism,
+    State,
+    Support,
+    looking,
+)
 from subquad.attention.exact.engine import (
     CHUNK_BYTES,
     KeyValueState,
@@ -53,8 +61,8 @@ class NearFarConfig(Config):
         window: keys on each side beside the query's own position that are read exactly, to the
             token; 0 reads none exactly, not even the own one. A causal call has no right side.
         heavy: keys for each key/value head, besides the sinks, that all queries read exactly:
-            those that get most attention of landmark queries; the first and the last key are
-            always among them. Bidirectional only.
+            those that get most attention of landmark queries; the last key, and without sinks
+            the first one, take places among them. Bidirectional only.
         sinks: how many of the first open tokens all queries read exactly.
         far: the mechanism that reads all other keys: a name, a spec such as
             ``performer(features=128)``, or a config object.
@@ -269,7 +277,7 @@ class NearFar(Mechanism):
             state=state,
             read=Absent("the window of a query moves with it, the state holds the last one's"),
             partial=True,
-            merges=one_choice if config.listed else _of(found, have.merges),
+            merges=one_choice if config.listed else _of(found, found.outside_merges_for(own)),
             approximates="softmax",
             trainable=_of(found, have.trainable),
             compile=Absent(
@@ -370,7 +378,7 @@ class NearFar(Mechanism):
         q, k, v, joined, _ = self._check(
             q, k, v, Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         )
-        with _looking(self.far):
+        with looking(self):
             parts = self._parts(q, k, v, joined, self._scale(scale))
         total = combine([part for group in parts.values() for part in group])
         empty = total.den == 0
@@ -387,7 +395,7 @@ class NearFar(Mechanism):
 
     def weights(self, *args: Any, **options: Any) -> Tensor:
         """As `Mechanism.weights`; looking does not count as a training call."""
-        with _looking(self.far):
+        with looking(self):
             return super().weights(*args, **options)
 
     # ---- streaming -----------------------------------------------------------------------
@@ -484,17 +492,6 @@ class NearFar(Mechanism):
 def _of(found: type[Mechanism], support: Any) -> Any:
     """The far field's capability, or its reason with its name."""
     return Absent(f"{found.name}: {support.reason}") if isinstance(support, Absent) else support
-
-
-@contextmanager
-def _looking(mechanism: Mechanism) -> Iterator[None]:
-    """Evaluation mode for a while: nothing is counted or redrawn."""
-    training = mechanism.training
-    mechanism.training = False
-    try:
-        yield
-    finally:
-        mechanism.training = training
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,7 +81,7 @@ class KernelNystromConfig(Config):
         yield from number_problem("ridge", self.ridge, 0.0, open_low=True)
         yield from number_problem("clip", self.clip, 0.0, 1.0, open_low=True)
         if self.clip == 1.0:
-            yield "clip=1.0 must be < 1: it would leave out every negative weight's share"
+            yield f"clip={self.clip!r} must be < 1: negative weights would have no share left"
 
 
 def _flops(length: int, head_dim: int, value_dim: int, config: KernelNystromConfig) -> float:
@@ -204,6 +204,7 @@ class KernelNystrom(KernelMechanism):
     @classmethod
     def capabilities_for(cls, config: KernelNystromConfig) -> Capabilities:
         own: Support = True
+        merges: Support = True
         gradient: Support = True
         state: Any = "constant"
         if config.landmarks == "call":
@@ -212,18 +213,24 @@ class KernelNystrom(KernelMechanism):
                 "landmarks=calibrated and calibrate()"
             )
             state = own
+            merges = Absent("each call has landmarks among its own tokens")
             gradient = Absent("the call's landmarks and statistics are held fixed")
         return Capabilities(
             causal=own,
             prefix=own,
             state=state,
             partial=True,
+            merges=merges,
             exact_gradient=gradient,
             compile=Absent("signed weights of the queries run as Python, chunk by chunk"),
             segments=Absent("one state serves one sequence; call once for each segment"),
             window=Absent("features sum over all keys; a window is sparse attention"),
             approximates="softmax",
         )
+
+    @classmethod
+    def outside_merges_for(cls, config: KernelNystromConfig) -> Support:
+        return Absent("as a far field its negative weights are limited over the keys of a call")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

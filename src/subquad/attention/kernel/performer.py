@@ -257,8 +257,10 @@ class Performer(KernelMechanism):
                 "statistics=calibrated and calibrate()"
             )
             state = own
+        merges: Support = True
         gradient: Support = True
         if config.uses_moments and config.statistics == "call":
+            merges = Absent("each call takes the statistics of its own tokens")
             gradient = Absent("the call's statistics are held fixed")
         compiled: Support = True
         if config.redraw is not None:
@@ -273,6 +275,7 @@ class Performer(KernelMechanism):
             prefix=own,
             state=state,
             partial=True,
+            merges=merges,
             exact_gradient=gradient,
             compile=compiled,
             segments=Absent("one state serves one sequence; call once for each segment"),

@@ -511,6 +511,7 @@ class BigBird(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, tokens: Tensor | None
     ) -> Partial:
         """Window, blocks and global tokens as keys, of all queries."""
+        k, v = clear(k, v, mask)
         if tokens is None:
             return self._head_sums(q, k, v, mask, scale, mask.key)
         keys, offset = k.shape[2], k.shape[2] - q.shape[2]
@@ -559,13 +560,14 @@ class BigBird(Mechanism):
     def _head_sums(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, key_mask: Tensor | None
     ) -> Partial:
-        """The same as sums; `key_mask` is the call's, where `mask` has a narrower one."""
+        """The same as sums, of cleared k and v; `mask.key` may be narrower than the `key_mask`."""
         if len(set(self.plan.dilations)) == 1:
             shape = (q.shape[2], k.shape[2])
             pattern = self.pattern(*shape, causal=mask.causal, key_mask=key_mask)
-            return partial(q, k, v, mask, pattern, scale)
+            return partial(q, k, v, mask, pattern, scale, cleared=True)
+        left, right = self.plan.left, self.plan.right
         found = [
-            partial(*heads, mask, Pattern(self.plan.left, self.plan.right, step), scale)
+            partial(*heads, mask, Pattern(left, right, step), scale, cleared=True)
             for step, heads in self._dilated(q, k, v)
         ]
         order = self._order(q)

@@ -91,13 +91,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pattern: Pattern, scale:
 
     Cost O(L·R·(D+V)) for R computed keys a query, O(L) memory beyond inputs and output.
     """
+    k, v = clear(k, v, mask)
     return _run(q, k, v, mask, pattern, scale, need_lse=False)[0]
 
 
-def partial(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pattern: Pattern, scale: float) -> Partial:
-    """The same as a `Partial`, to be merged with sums over other keys; differentiable."""
+def partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    pattern: Pattern,
+    scale: float,
+    *,
+    cleared: bool = False,
+) -> Partial:
+    """The same as a `Partial`, to be merged with sums over other keys; differentiable.
+
+    `cleared` says that k and v are finite at masked keys: they are not copied to make them so.
+    """
     if q.dtype not in (torch.float32, torch.float64):
         q, k, v = q.float(), k.float(), v.float()
+    if not cleared:
+        k, v = clear(k, v, mask)
     out, lse = _run(q, k, v, mask, pattern, scale, need_lse=True)
     assert lse is not None
     den = (lse.detach() > EMPTY).to(lse.dtype)
@@ -107,7 +122,6 @@ def partial(q: Tensor, k: Tensor, v: Tensor, mask: Mask, pattern: Pattern, scale
 def _run(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, pattern: Pattern, scale: float, need_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    k, v = clear(k, v, mask)
     left, right = pattern.left or 0, pattern.right or 0
     spans = pattern.left is not None
     if mask.window is not None:

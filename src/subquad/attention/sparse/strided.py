@@ -216,7 +216,7 @@ class Strided(Mechanism):
 
     def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Partial:
         k, v = clear(k, v, mask)
-        parts = [partial(q, k, v, mask, pattern, scale) for pattern in self.patterns]
+        parts = [partial(q, k, v, mask, pattern, scale, cleared=True) for pattern in self.patterns]
         return combine(parts)
 
     def _prefill(

@@ -122,20 +122,24 @@ def _flops(length: int, head_dim: int, value_dim: int, config: ClusteredConfig) 
     search = 2.0 * length * config.clusters * head_dim
     return (
         hash_cost + lloyd + centroids + search
-        # blocks of one cluster are up to half padding
+        # blocks of one cluster: L tokens and up to L/2 places of padding
         + 3.0 * length * config.exact_keys * (head_dim + value_dim)
     )  # fmt: skip
 
 
 def _memory(length: int, head_dim: int, value_dim: int, config: ClusteredConfig) -> float:
-    points = length * (config.bits if config.hamming else head_dim)
-    if config.cluster == "keys":
-        return 4.0 * (points + config.clusters * (head_dim + value_dim + 1) + 3.0 * length)
-    rows = 1.0 * length * value_dim
-    if config.exact_keys:  # queries in blocks, their weights and outputs; keys widened
-        rows += 1.5 * length * (head_dim + value_dim + 2 * config.exact_keys)
-        rows += length * (head_dim + value_dim)
-    return 4.0 * (points + rows)
+    # Points, a copy of them without closed ones, and distances to all centres, 16 MiB at a time.
+    count, width = config.clusters, config.bits if config.hamming else head_dim
+    assign = 8.0 * length * width + min(8.0 * length * count, 2.0 * CHUNK_BYTES / 4)
+    if not config.exact_keys:
+        return assign + 4.0 * count * (head_dim + value_dim + 1)
+    # Then: queries in blocks, their weights and outputs; keys widened; the top keys and values of
+    # each cluster, and of each block.
+    size = _block_size(length, count)
+    near = (length / size + 2 * count) * config.exact_keys * (head_dim + value_dim)
+    rows = 1.5 * length * (head_dim + value_dim + 2 * config.exact_keys)
+    rows += length * (head_dim + 2 * value_dim)
+    return max(assign, 4.0 * (rows + near))
 
 
 class Clustered(Mechanism):
@@ -547,6 +551,11 @@ def _read_with_lse(
     return out / rest[..., None], top[..., 0] + torch.log(rest / share)
 
 
+def _block_size(length: int, count: int) -> int:
+    """Tokens of a block: half a cluster's share, so that padding adds at most L/2 places."""
+    return min(128, max(1, length // (2 * count)))
+
+
 def _blocks(cluster: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
     """Places tokens in blocks of equal size that belong to one cluster each.
 
@@ -558,7 +567,7 @@ def _blocks(cluster: Tensor, count: int) -> tuple[Tensor, Tensor, int]:
         (B, H, blocks); and the size of a block. Blocks that no cluster needs hold no token.
     """
     length = cluster.shape[-1]
-    size = min(128, max(1, length // (2 * count)))
+    size = _block_size(length, count)
     total = -(-length // size) + count  # Σ_c ⌈n_c/size⌉ is below this
     ordered, order = cluster.sort(dim=-1, stable=True)
     members = torch.zeros(*cluster.shape[:-1], count, dtype=torch.int64, device=cluster.device)

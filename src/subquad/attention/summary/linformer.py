@@ -181,7 +181,7 @@ class Linformer(Mechanism):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws E and F from N(0, 1/k) by the seed; kernels become means of their window."""
-        generator = torch.Generator().manual_seed(self.seed % 2**64)
+        generator = torch.Generator().manual_seed(self.seed)
         for parameter in (self.key_projection, self.value_projection):
             if parameter is None or parameter.is_meta:
                 continue

@@ -195,7 +195,7 @@ class Nystrom(Mechanism):
         """Draws the convolution from U(−K^-½, K^-½), torch's own rule, by the seed."""
         if self.config.conv_kernel is None or self.conv_weight.is_meta:
             return
-        generator = torch.Generator().manual_seed(self.seed % 2**64)
+        generator = torch.Generator().manual_seed(self.seed)
         bound = 1.0 / math.sqrt(self.config.conv_kernel)
         drawn = torch.rand(self.conv_weight.shape, generator=generator, dtype=torch.float64)
         self.conv_weight.copy_((2.0 * drawn - 1.0) * bound)
