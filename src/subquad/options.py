@@ -369,12 +369,18 @@ def integer_problem(name: str, value: object, minimum: int) -> Iterator[str]:
 
 
 def number_problem(
-    name: str, value: object, low: float, high: float = float("inf"), *, open_low: bool = False
+    name: str,
+    value: object,
+    low: float,
+    high: float = float("inf"),
+    *,
+    open_low: bool = False,
+    finite: bool = True,
 ) -> Iterator[str]:
-    """Yields a problem when `value` is no finite number in [low, high], or (low, high]."""
+    """Yields a problem when `value` is no number in [low, high], or (low, high], or infinite."""
     infinite = float("inf")
     wrong = not isinstance(value, int | float) or isinstance(value, bool) or value != value
-    endless = not wrong and value in (infinite, -infinite)
+    endless = finite and not wrong and value in (infinite, -infinite)
     if wrong or endless or value < low or value > high or (open_low and value == low):  # type: ignore[operator]  # `wrong` short-cuts
         bounds = []
         if low != -infinite:

@@ -49,7 +49,7 @@ class GaussianConfig(Config):
 
     def problems(self) -> Iterator[str]:
         yield from integer_problem("features", self.features, 1)
-        yield from number_problem("sigma", self.sigma, 0.0, open_low=True)
+        yield from number_problem("sigma", self.sigma, 0.0, open_low=True, finite=False)
         yield from choice_problem("anchors", self.anchors, ("normal", "sample", "kmeans"))
         yield from flag_problem("learned", self.learned)
 
