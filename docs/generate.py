@@ -13,14 +13,14 @@ from subquad.registry import MECHANISMS, get
 
 KINDS = {
     "causal": "decode",
+    "cross": "cross",
+    "state": "state",
     "key": "padding",
+    "gqa": "GQA",
+    "partial": "merges",
     "prefix": "prefix",
     "segments": "segments",
     "window": "window",
-    "cross": "cross",
-    "gqa": "GQA",
-    "partial": "merges",
-    "state": "state",
 }
 
 
@@ -47,7 +47,7 @@ def size(count):
     units = ["B", "KiB", "MiB", "GiB"]
     while count >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]
-    return f"{count:.3g} {units[0]}"
+    return f"{count:.3g}\N{NO-BREAK SPACE}{units[0]}"
 
 
 def code(text):
@@ -66,7 +66,7 @@ def mechanism_pages(docs):
 
 def overview():
     names = sq.mechanisms()
-    head = ["mechanism", "family", "cost", "memory", "approximates", *KINDS.values()]
+    head = ["mechanism", "family", "cost", "memory", *KINDS.values(), "approximates"]
     lines = [
         "# Mechanisms",
         "",
@@ -84,11 +84,11 @@ def overview():
             info.family,
             cell(info.cost.formula),
             size(info.memory(65536)),
-            have.approximates or "–",
         ]
         for kind in KINDS:
             value = getattr(have, kind)
             row.append(("yes" if value is True else str(value)) if value else "–")
+        row.append(have.approximates or "–")
         lines.append("| " + " | ".join(row) + " |")
     lines += [
         "",
