@@ -116,6 +116,9 @@ class KernelNystrom(KernelMechanism):
     of them; with grouped heads all queries of a group share theirs. Where L = S queries at
     masked positions are never landmarks. Landmarks and moments carry no gradient.
 
+    In float32 g underflows where |x − z|² > 174. A query so far from every landmark (logits
+    beyond a hundred or so) gets weights of rounding's size: finite, but no longer softmax's.
+
     Cost O((L+S)·M·(D+V) + L·M² + M³) time, O(M·V) state.
 
     Raises:

@@ -289,7 +289,10 @@ class Global(Mechanism):
             return self._marked(batch, keys, device)
         index = torch.tensor(self.config.positions, dtype=torch.long, device=device)
         index = torch.where(index < 0, index + keys, index)
-        twice = (index[:, None] == index).tril(-1).any(-1)
+        ordered, order = index.sort(stable=True)  # −1 and S − 1 may be one token
+        again = torch.zeros_like(ordered, dtype=torch.bool)
+        again[1:] = ordered[1:] == ordered[:-1]
+        twice = torch.zeros_like(again).scatter(0, order, again)
         return index[None], ((index >= 0) & (index < keys) & ~twice)[None]
 
     def _marked(self, batch: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
