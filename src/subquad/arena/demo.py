@@ -34,7 +34,6 @@ VARIANTS = {
     "bigbird": ("bigbird(block=16)",),
     "sampled": ("sampled(heavy=32, samples=96)",),
     "performer": (
-        "performer(features=64)",
         "performer",
         "performer(estimator=derf, gauge=balance)",
     ),
@@ -98,8 +97,8 @@ class _Sizes:
     budget: float
 
 
-_FULL = _Sizes(32, 512, 4, 2, 3, (512, 1024, 2048, 4096, 8192, 16384, 32768), 36.0)
-_QUICK = _Sizes(12, 64, 1, 2, 1, (512, 1024, 2048), 0.7)
+_FULL = _Sizes(24, 512, 2, 2, 3, (512, 1024, 2048, 4096, 8192, 16384, 32768), 36.0)
+_QUICK = _Sizes(8, 64, 1, 2, 1, (512, 1024, 2048), 0.7)
 
 
 _ALONE = 24
