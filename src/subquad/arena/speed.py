@@ -1068,8 +1068,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    page, axes = figure(10, 8, 2, 2, sharex=True, sharey="row")
     names = list(dict.fromkeys(row["name"] for row in result["times"]))
+    height = max(8.0, 2 * (1.2 + 0.25 * len(names)))  # room for every name at its line's end
+    page, axes = figure(11, height, 2, 2, sharex=True, sharey="row")
     styles = _styles(names)
     longest = max((row["length"] for row in result["times"]), default=2)
     shortest = min((row["length"] for row in result["times"]), default=1)
