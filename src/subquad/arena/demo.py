@@ -101,7 +101,7 @@ _FULL = _Sizes(24, 512, 2, 2, 3, (512, 1024, 2048, 4096, 8192, 16384, 32768), 36
 _QUICK = _Sizes(8, 64, 1, 2, 1, (512, 1024, 2048), 0.7)
 
 
-_ALONE = 24
+_ALONE = 12
 """Passages up to which one process embeds them all."""
 
 
