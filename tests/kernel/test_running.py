@@ -77,4 +77,5 @@ def test_continues_itself():
     whole = running_logsumexp(y)
     first = running_logsumexp(y[:, :97])
     rest = running_logsumexp(y[:, 97:], first[:, -1:])
+    # 301 additions of relative 1.1e-16, absolute in the logarithm: 3.3e-14
     torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=0, atol=1e-13)
