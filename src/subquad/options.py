@@ -270,6 +270,15 @@ class Config:
         if problems:
             raise OptionError(f"{cls.mechanism}: " + "; ".join(problems))
 
+    def for_use(self, use: str) -> Config:
+        """The config with options that were left open filled in for a use; itself by default.
+
+        Args:
+            use: ``"encoder"`` (bidirectional self-attention), ``"causal"`` (a decoder's
+                self-attention) or ``"cross"``.
+        """
+        return self
+
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """Names of all options, in the order of their declaration."""

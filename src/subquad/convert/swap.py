@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +14,9 @@ from torch import nn
 from subquad.attention.base import Absent, Mechanism
 from subquad.convert import routing
 from subquad.convert.routing import SLOT, Deferred, Layer, Shared
-from subquad.errors import OptionError, UnsupportedError
+from subquad.errors import OptionError, UnknownNameError, UnsupportedError, nearest
 from subquad.options import Config, Spec
 from subquad.registry import build, capable, resolve
-
-if TYPE_CHECKING:
-    from subquad.attention.base import Capabilities
 
 __all__ = ["ConversionReport", "ConvertedLayer", "convert", "revert"]
 
@@ -38,6 +36,8 @@ class ConvertedLayer:
             queries and keys share the factor.
         dropout: attention dropout in training, which converted layers do not apply.
         seed: of the mechanism's random draws.
+        mechanism: the layer's mechanism with its options, in the option grammar.
+        use: ``"encoder"``, ``"causal"`` or ``"cross"``, see `subquad.options.Config.for_use`.
     """
 
     name: str
@@ -49,6 +49,8 @@ class ConvertedLayer:
     prescaled: bool
     dropout: float
     seed: int
+    mechanism: str = ""
+    use: str = "encoder"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class ConversionReport:
     """What `convert` did; `print` it, or read its fields.
 
     Args:
-        mechanism: the mechanism with its options, in the option grammar.
+        mechanism: the mechanism with its options, in the option grammar; several are joined
+            by " | ", each layer names its own.
         converted: the layers that now use it.
         kept: names of attention modules that keep their exact attention.
         replaced: the model had been converted before, and that conversion is gone.
@@ -101,9 +104,10 @@ class ConversionReport:
 
 def convert(
     model: nn.Module,
-    mechanism: str | Spec | Config = "performer",
+    mechanism: str | Spec | Config | Mapping[str, str | Spec | Config] = "near_far",
     *,
     where: Callable[[str, nn.Module], bool] | None = None,
+    keep_exact: Sequence[str] = (),
     seed: int = 0,
     **options: Any,
 ) -> ConversionReport:
@@ -124,9 +128,12 @@ def convert(
 
     Args:
         model: a transformers model, or a module that contains one.
-        mechanism: a name, a string with options or a config object.
+        mechanism: a name, a string with options or a config object; or a mapping from names of
+            attention modules to these, which converts the named ones. Options left open are
+            filled in for each layer's use (encoder, causal, cross-attention).
         where: ``where(name, module)`` picks attention modules by their name in
             ``model.named_modules()``; default all.
+        keep_exact: names of attention modules that keep their exact attention.
         seed: determines all random draws.
         options: options of the mechanism, as in `subquad.build`.
 
@@ -154,33 +161,73 @@ def convert(
         >>> sq.revert(model)
         1
     """
-    found, config = resolve(mechanism, options)
     need_transformers()
     layers = _attention_modules(model)
-    picked = [(name, layer) for name, layer in layers if where is None or where(name, layer)]
-    if not picked:
-        names = ", ".join(name for name, _ in layers)
-        raise OptionError(f"where= picked none of the {len(layers)} attention modules: {names}")
-    _check(model, layers, picked, found.name, found.capabilities_for(config))
+    picked = _picked(layers, mechanism, options, where, keep_exact)
+    _check(layers, picked)
 
     # Everything is built before anything is changed: an error leaves the model as it was.
     index = {name: position for position, (name, _) in enumerate(layers)}
     built: list[tuple[nn.Module, Mechanism | Deferred, ConvertedLayer]] = []
     shared = Shared()
-    for name, layer in picked:
+    for name, layer, config in picked:
         new = _build(layer, config, seed + index[name])
-        built.append((layer, new, _row(name, layer, new, seed + index[name])))
+        built.append((layer, new, _row(name, layer, new, config, seed + index[name])))
     replaced = revert(model) > 0
     for layer, new, row in built:
         layer.add_module(SLOT, new)
         layer.__dict__["_subquad"] = Layer(row.name, row.prescaled, shared)
     chosen = {row.name for _, _, row in built}
     kept = [(name, layer) for name, layer in layers if name not in chosen]
-    _set_names(model, picked, kept)
+    _set_names(model, [(name, layer) for name, layer, _ in picked], kept)
     rows = tuple(row for _, _, row in built)
     return ConversionReport(
-        str(config), rows, tuple(name for name, _ in kept), replaced, tuple(_notes(rows))
+        " | ".join(dict.fromkeys(row.mechanism for row in rows)),
+        rows,
+        tuple(name for name, _ in kept),
+        replaced,
+        tuple(_notes(rows)),
     )
+
+
+def _picked(
+    layers: list[tuple[str, nn.Module]],
+    mechanism: str | Spec | Config | Mapping[str, str | Spec | Config],
+    options: dict[str, Any],
+    where: Callable[[str, nn.Module], bool] | None,
+    keep_exact: Sequence[str],
+) -> list[tuple[str, nn.Module, Config]]:
+    """(name, module, config for its use) of the layers that are to be converted.
+
+    Raises:
+        UnknownNameError, OptionError: as `convert`.
+    """
+    known = {name for name, _ in layers}
+    if isinstance(keep_exact, str):
+        keep_exact = (keep_exact,)
+    asked = [*keep_exact, *(mechanism if isinstance(mechanism, Mapping) else ())]
+    if strange := [name for name in asked if name not in known]:
+        hints = "; ".join(f"{name!r}{nearest(name, known)}" for name in strange)
+        raise UnknownNameError(f"the model has no attention module {hints}")
+    found: list[tuple[str, nn.Module, Config]] = []
+    if isinstance(mechanism, Mapping):
+        if options:
+            raise OptionError("options go into each entry's spec when mechanism is a mapping")
+        configs = {name: resolve(spec)[1] for name, spec in mechanism.items()}
+    else:
+        configs = dict.fromkeys(known, resolve(mechanism, options)[1])
+    for name, layer in layers:
+        if name not in configs or name in keep_exact:
+            continue
+        if where is None or where(name, layer):
+            found.append((name, layer, configs[name].for_use(use_of(name, layer))))
+    if not found:
+        names = ", ".join(name for name, _ in layers)
+        raise OptionError(
+            f"where=, keep_exact= and the mapping leave none of the {len(layers)} attention "
+            f"modules to convert: {names}"
+        )
+    return found
 
 
 def revert(model: nn.Module) -> int:
@@ -305,21 +352,21 @@ def _own_configs(model: nn.Module, name: str, layer: nn.Module) -> list[Any]:
     return [layer.config] if owner is None or owner is layer.config else [layer.config, owner]
 
 
+_CROSS = re.compile(r"(?:^|[._])(?:encoder_attn|encdecattention|cross_?att\w*)$", re.IGNORECASE)
+
+
+def use_of(name: str, layer: nn.Module) -> str:
+    """``"cross"``, ``"causal"`` or ``"encoder"``: what an attention module is for."""
+    parent = name.rpartition(".")[0]
+    if getattr(layer, "is_cross_attention", False) or any(map(_CROSS.search, (name, parent))):
+        return "cross"
+    return "causal" if bool(getattr(layer, "is_causal", False)) else "encoder"
+
+
 def _check(
-    model: nn.Module,
-    layers: list[tuple[str, nn.Module]],
-    picked: list[tuple[str, nn.Module]],
-    mechanism: str,
-    have: Capabilities,
+    layers: list[tuple[str, nn.Module]], picked: list[tuple[str, nn.Module, Config]]
 ) -> None:
-    if not have.qkv:
-        raise UnsupportedError(
-            mechanism,
-            "taking the place of attention",
-            "it mixes tokens without q, k and v",
-            capable("qkv"),
-        )
-    chosen = {name for name, _ in picked}
+    chosen = {name: config for name, _, config in picked}
     for name, layer in layers:
         config: Any = layer.config
         now = config._attn_implementation
@@ -333,6 +380,15 @@ def _check(
                     "layers, or call model.set_attn_implementation('sdpa') first",
                 )
             continue
+        found, own = resolve(chosen[name])
+        have = found.capabilities_for(own)
+        if not have.qkv:
+            raise UnsupportedError(
+                found.name,
+                "taking the place of attention",
+                "it mixes tokens without q, k and v",
+                capable("qkv"),
+            )
         if original not in routing.ORIGINALS:
             raise UnsupportedError(
                 "convert",
@@ -342,11 +398,11 @@ def _check(
             )
         if bool(getattr(layer, "is_causal", False)) and isinstance(have.causal, Absent):
             raise UnsupportedError(
-                mechanism, f"causal attention in {name}", have.causal.reason, capable("causal")
+                found.name, f"causal attention in {name}", have.causal.reason, capable("causal")
             )
         if isinstance(getattr(layer, "sliding_window", None), int):
             raise UnsupportedError(
-                mechanism,
+                found.name,
                 f"the sliding window of {name}",
                 "converted layers take plain causal and bidirectional masks; leave such layers "
                 "out with where=",
@@ -422,7 +478,9 @@ def _build(layer: nn.Module, config: Config, seed: int) -> Mechanism | Deferred:
     ).train(layer.training)
 
 
-def _row(name: str, layer: nn.Module, new: Mechanism | Deferred, seed: int) -> ConvertedLayer:
+def _row(
+    name: str, layer: nn.Module, new: Mechanism | Deferred, config: Config, seed: int
+) -> ConvertedLayer:
     return ConvertedLayer(
         name=name,
         kind=type(layer).__name__,
@@ -433,6 +491,8 @@ def _row(name: str, layer: nn.Module, new: Mechanism | Deferred, seed: int) -> C
         prescaled=routing.prescaled(layer),
         dropout=_dropout(layer),
         seed=seed,
+        mechanism=str(config),
+        use=use_of(name, layer),
     )
 
 
