@@ -113,8 +113,9 @@ def test_every_row_is_measured(ran: tuple[Path, dict, str]) -> None:
 
 def test_attention_alone_is_timed_at_every_length(ran: tuple[Path, dict, str]) -> None:
     _, result, _ = ran
-    assert list(result["attention"]["seconds"]["mechanism"]) == ["128", "256"]
-    assert list(result["attention"]["seconds"]["sdpa"]) == ["128", "256"]
+    seconds = result["attention"]["seconds"]
+    assert list(seconds) == ["sdpa", *demo.ALONE]
+    assert all(list(times) == ["128", "256"] for times in seconds.values())
 
 
 class _Page(html.parser.HTMLParser):
@@ -217,4 +218,4 @@ def test_the_real_encoder_is_damaged_less_than_by_uniform_attention(tmp_path: Pa
     assert best["error"] < rows["uniform"]["error"]
     length = max(result["attention"]["seconds"]["sdpa"], key=int)
     seconds = result["attention"]["seconds"]
-    assert seconds["sdpa"][length] > 2 * seconds["mechanism"][length]
+    assert seconds["sdpa"][length] > 2 * seconds["performer"][length]

@@ -197,13 +197,15 @@ def _attention_job(job: dict[str, Any], say: Callable[[str], None]) -> dict[str,
     from subquad.registry import build
 
     heads, width = job["heads"], job["head_dim"]
-    mechanism = build(job["mechanism"], head_dim=width, num_heads=heads).eval()
     functions: dict[str, Callable[..., Any]] = {
         "sdpa": nn.functional.scaled_dot_product_attention,
-        "mechanism": mechanism,
+        **{
+            label: build(spec, head_dim=width, num_heads=heads).eval()
+            for label, spec in job["mechanisms"].items()
+        },
         "explicit": _explicit,
     }
-    seconds: dict[str, dict[int, float]] = {"sdpa": {}, "mechanism": {}}
+    seconds: dict[str, dict[int, float]] = {name: {} for name in ("sdpa", *job["mechanisms"])}
     memory: dict[str, dict[int, float]] = {name: {} for name in functions}
     left_out: list[str] = []
     gone: set[str] = set()

@@ -169,35 +169,25 @@ def _seconds(value: float) -> str:
 def _speed(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
+    from subquad.arena.demo import ALONE
+
     seconds = result["attention"]["seconds"]
-    x, y = _points(seconds["mechanism"])
+    lead, *others = ALONE
+    x, y = _points(seconds[lead])
     ex, ey = _points(seconds["sdpa"])
     axis.set_yscale("log")
     _lengths(axis, x)
     axis.plot(ex, ey, color=theme.exact, linewidth=2.2, marker="o", markersize=4.5)
+    lowest = min(y[0], ey[0])
+    for place, name in enumerate(others, 1):
+        ox, oy = _points(seconds[name])
+        lowest = min(lowest, *oy)
+        colour = theme.others[place]
+        axis.plot(ox, oy, color=colour, linewidth=2.0, marker="o", markersize=4.0)
+        _label(axis, name, (ox[-1], oy[-1]), (-4, -12), "right", "top", colour)
     axis.plot(x, y, color=theme.mine, linewidth=2.6, marker="o", markersize=4.5)
-    axis.annotate(
-        "exact (SDPA)",
-        (ex[-1], ey[-1]),
-        xytext=(-9, 2),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        color=theme.exact,
-        fontsize=10.5,
-        fontweight="bold",
-    )
-    axis.annotate(
-        "performer, M = 128",
-        (x[len(x) // 2], y[len(x) // 2]),
-        xytext=(4, -12),
-        textcoords="offset points",
-        ha="left",
-        va="top",
-        color=theme.mine,
-        fontsize=10.5,
-        fontweight="bold",
-    )
+    _label(axis, "exact (SDPA)", (ex[-1], ey[-1]), (-9, 2), "right", "bottom", theme.exact)
+    _label(axis, lead, (x[-2], y[-2]), (-2, 6), "right", "bottom", theme.mine)
     last = ex[-1]
     mine = dict(zip(x, y, strict=True))[last]
     axis.plot(
@@ -215,13 +205,35 @@ def _speed(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     )
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axis.yaxis.set_minor_locator(NullLocator())
-    axis.set_ylim(min(y[0], ey[0]) * 0.45, max(y[-1], ey[-1]) * 2.2)
+    axis.set_ylim(lowest * 0.45, max(y[-1], ey[-1]) * 2.2)
     axis.set_xlabel("tokens", color=theme.soft, fontsize=10)
     _title(
         axis,
         theme,
         "Time of one attention call",
-        "B=1, H=8, D=64, float32, one CPU thread",
+        f"{result['attention_setting']} of the CPU",
+    )
+
+
+def _label(
+    axis: Any,
+    text: str,
+    at: tuple[float, float],
+    offset: tuple[float, float],
+    across: str,
+    up: str,
+    colour: str,
+) -> None:
+    axis.annotate(
+        text,
+        at,
+        xytext=offset,
+        textcoords="offset points",
+        ha=across,
+        va=up,
+        color=colour,
+        fontsize=10.5,
+        fontweight="bold",
     )
 
 
@@ -232,36 +244,28 @@ def _short(value: float) -> str:
 def _memory(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
+    from subquad.arena.demo import ALONE
+
     memory = result["attention"]["memory"]
+    lead, *others = ALONE
     shown = [
-        ("explicit", "weights written out", theme.explicit),
-        ("sdpa", "exact (SDPA)", theme.exact),
-        ("mechanism", "performer, M = 128", theme.mine),
+        ("explicit", "weights written out", theme.explicit, -1, (-10, 2), "right", "bottom"),
+        ("sdpa", "exact (SDPA)", theme.exact, -1, (2, -8), "right", "top"),
+        (lead, lead, theme.mine, -1, (2, 9), "right", "bottom"),
+        *(
+            (name, name, theme.others[place], 1, (6, -8), "left", "top")
+            for place, name in enumerate(others, 1)
+        ),
     ]
-    lengths = [int(n) for n in result["attention"]["seconds"]["mechanism"]]
+    lengths = [int(n) for n in result["attention"]["seconds"][lead]]
     _lengths(axis, lengths)
     axis.set_yscale("log")
-    for name, label, colour in shown:
+    for name, text, colour, at, offset, across, up in shown:
         x, y = _points({n: max(v, 0.5) for n, v in memory[name].items()})
-        if not x:
-            continue
-        axis.plot(x, y, color=colour, linewidth=2.2, marker="o", markersize=4.5)
-        at, offset, across, up = {
-            "explicit": (-1, (-10, 2), "right", "bottom"),
-            "sdpa": (len(x) // 2, (6, -8), "left", "top"),
-            "mechanism": (-1, (2, 9), "right", "bottom"),
-        }[name]
-        axis.annotate(
-            label,
-            (x[at], y[at]),
-            xytext=offset,
-            textcoords="offset points",
-            ha=across,
-            va=up,
-            color=colour,
-            fontsize=10.5,
-            fontweight="bold",
-        )
+        if x:
+            axis.plot(x, y, color=colour, linewidth=2.2, marker="o", markersize=4.5)
+            at = min(at, len(x) - 1)
+            _label(axis, text, (x[at], y[at]), offset, across, up, colour)
     if not any(memory.values()):
         axis.text(
             0.5,
@@ -447,14 +451,16 @@ def _picture(pair: tuple[bytes, bytes], alt: str) -> str:
 
 
 def _tiles(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    seconds = result["attention"]["seconds"]
+    from subquad.arena.demo import ALONE
+
+    seconds, lead = result["attention"]["seconds"], next(iter(ALONE))
     length = max((n for n in seconds["sdpa"]), key=int)
-    gain = seconds["sdpa"][length] / seconds["mechanism"][length]
-    yield f"{gain:.0f} ×", f"faster than exact attention over {int(length):,} tokens"
-    longest = max((n for n in seconds["mechanism"]), key=int)
+    gain = seconds["sdpa"][length] / seconds[lead][length]
+    yield f"{gain:.0f} ×", f"faster than exact attention over {int(length):,} tokens: {lead}"
+    longest = max((n for n in seconds[lead]), key=int)
     yield (
-        _seconds(seconds["mechanism"][longest]),
-        f"for {int(longest):,} tokens, 8 heads, one thread",
+        _seconds(seconds[lead][longest]),
+        f"for {int(longest):,} tokens, {result['attention_setting']}",
     )
     rows = [r for r in result["rows"] if r["mechanism"] not in _CONTROLS]
     best = max(rows, key=lambda row: row["cosine"])
@@ -467,7 +473,14 @@ def _tiles(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> str:
-    from subquad.arena.demo import HEADERS, LABELS, attention_cells, table_cells
+    from subquad.arena.demo import (
+        ALONE,
+        HEADERS,
+        LABELS,
+        attention_cells,
+        attention_headers,
+        table_cells,
+    )
 
     tiles = "".join(
         f'<div class="tile"><b>{html.escape(a)}</b><span>{html.escape(b)}</span></div>'
@@ -485,7 +498,10 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
         f"{html.escape(skip['reason'])}</td></tr>"
         for skip in result["skipped"]
     )
-    heads = "".join(f"<th>{html.escape(header)}</th>" for header in HEADERS)
+    heads, columns = (
+        "".join(f"<th>{html.escape(header)}</th>" for header in headers)
+        for headers in (HEADERS, attention_headers())
+    )
     alone = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
         for cells in attention_cells(result["attention"])
@@ -496,14 +512,13 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
         for row in result["rows"]
         if row["mechanism"] in LABELS
     )
+    specs = ", ".join(f"{label}: {spec}" for label, spec in ALONE.items())
     left_out = "".join(
         f"<li>Left out: {html.escape(line)}. Nothing is extrapolated.</li>"
         for line in result["attention"]["left_out"]
     )
     charts = (
-        _picture(
-            pictures["speed"], "Time of one attention call against length: exact and performer"
-        )
+        _picture(pictures["speed"], "Time of one attention call against length: exact and linear")
         + _picture(pictures["memory"], "Peak memory of one attention call against length")
         + _picture(pictures["fidelity"], "Cosine to the original embedding for each mechanism")
         + _picture(pictures["layers"], "Relative error of each layer's attention output")
@@ -544,10 +559,10 @@ process, less what it held before: libraries, weights and inputs do not count.</
 </ul>
 <h2>Attention alone</h2>
 <div class="box" tabindex="0" role="region" aria-label="Table of attention calls"><table>
-<thead><tr><th>tokens</th><th>SDPA ms</th><th>performer ms</th><th>faster by</th><th>SDPA MiB</th>
-<th>performer MiB</th></tr></thead><tbody>{alone}</tbody></table></div>
+<thead><tr>{columns}</tr></thead><tbody>{alone}</tbody></table></div>
 <ul class="soft">
-<li>{html.escape(result["attention_setting"])}; medians of interleaved calls.</li>
+<li>{html.escape(result["attention_setting"])}; medians of interleaved calls;
+{html.escape(specs)}.</li>
 <li>“Weights written out” is what eager attention does: the L×S matrix in memory.</li>
 {left_out}
 <li>{html.escape(result["processor"])}, PyTorch {html.escape(result["torch"])};

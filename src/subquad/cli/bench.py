@@ -1,4 +1,4 @@
-"""``subquad bench``: speed and approximation error, against SDPA and other libraries."""
+"""``subquad bench``: speed, approximation error, and what converted models keep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["app"]
 app = typer.Typer(
     cls=ErrorGroup,
     no_args_is_help=True,
-    help="Measure speed, memory and approximation error.",
+    help="Measure speed, memory, approximation error and converted models.",
     epilog="Example: [bold]subquad bench speed --quick[/bold]",
 )
 
@@ -53,3 +53,42 @@ def approximation(out: _Out = None, quick: _Quick = False, as_json: Json = False
 def scaling(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
     """Time and memory of a training step at 16k and 64k tokens against the declared cost."""
     _run("scaling", out, quick, as_json)
+
+
+@app.command(
+    "conversion", epilog="Example: [bold]subquad bench conversion minilm dinov2 --quick[/bold]"
+)
+def conversion(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Studies to run, by name; default: all.")
+    ] = None,
+    models: Annotated[
+        Path | None,
+        typer.Option(help="Folder of unpacked models; default: SUBQUAD_MODELS, then models/."),
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="Folder of unpacked texts; default: SUBQUAD_TEXTS, then texts/."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
+    out: _Out = None,
+    quick: _Quick = False,
+    as_json: Json = False,
+) -> None:
+    """What real trained models keep when their attention is swapped."""
+    from subquad.arena import conversion as studies
+    from subquad.arena.machine import machine
+    from subquad.arena.zoo import Zoo
+
+    out = out or Path("benchmarks/results") / machine(threads=threads)["slug"]
+    result = studies.run(
+        out,
+        names or (),
+        Zoo.default(models, texts),
+        quick=quick,
+        json=as_json,
+        threads=threads,
+        echo=echo_to_stderr if as_json else typer.echo,
+    )
+    if as_json:
+        write_json(result)
