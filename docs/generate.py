@@ -27,6 +27,7 @@ KINDS = {
 def main(docs):
     write_all({docs / "mechanisms" / name: text for name, text in mechanism_pages(docs).items()})
     write_all({docs / "_generated" / "results.md": results(docs)})
+    write_all({docs / "_generated" / "coverage.md": coverage()})
 
 
 def write_all(pages):
@@ -174,6 +175,33 @@ def page(docs, name):
         "",
     ]
     return "\n".join(lines)
+
+
+# ---- models that can be converted --------------------------------------------------------
+
+
+def coverage():
+    """The table of architectures that the installed transformers has."""
+    import transformers
+
+    from subquad.convert.coverage import coverage as architectures
+
+    found = architectures()
+    ways = [one.reached for one in found]
+    lines = [
+        f"transformers {transformers.__version__}: {len(found)} architectures with attention, "
+        + ", ".join(f"{ways.count(way)} {way}" for way in dict.fromkeys(ways))
+        + ".",
+        "",
+        "| model | reached | what it has | attention classes | not reached |",
+        "|" + "---|" * 5,
+    ]
+    for one in found:
+        classes = ", ".join(map(code, one.classes))
+        missed = "; ".join(filter(None, (", ".join(map(code, one.missed)), cell(one.reason))))
+        cells = [one.name, one.reached, ", ".join(one.features), classes, missed]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
 
 
 # ---- benchmarks --------------------------------------------------------------------------

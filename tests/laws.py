@@ -129,8 +129,10 @@ def causality(spec):
         moved = (out - base).abs().amax((0, 1, 3)) > 1e-9
         wanted = torch.zeros(71, dtype=torch.bool)
         wanted[list(mech.reached(t, 71))] = True
+        chosen = "attention comes back" in mech.capabilities.reach  # further ones by content
         for found, expected in zip(moved[t + 1 :], wanted[t + 1 :], strict=True):
-            assert found == expected, f"key {t} moves {moved.nonzero().flatten().tolist()}"
+            right = found == expected or (chosen and found)
+            assert right, f"key {t} moves {moved.nonzero().flatten().tolist()}"
 
 
 def streaming(spec):

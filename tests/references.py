@@ -11,7 +11,9 @@ import math
 
 import torch
 
+from subquad.attention.hybrid.stream import DECAY
 from subquad.attention.masks import Mask
+from subquad.attention.summary.key_clusters import Beside
 
 
 def per_head(q, k, v):
@@ -58,13 +60,14 @@ def ref_performer(mech, q, k, v, *, allowed, scale, logarithms=False):
     With `logarithms` ln κ_ij themselves, estimates of scale·q_i·k_j (positive estimators).
 
     The projection, and with data-aware options the gauge and the proposal, are taken from
-    `mech` as given: they carry no gradient. The features are built from their definitions.
+    `mech` as given; of these a learned projection alone carries a gradient. The features are
+    built from their definitions.
     """
     config, heads, root = mech.config, mech.num_kv_heads, scale**0.5
     groups = q.shape[1] // heads
     plain_q, plain_k = q, k
     q, k, v = per_head(q, k, v)
-    omega = mech.projection.detach().double()
+    omega = mech.projection.double()
     log_weight = torch.zeros(omega.shape[:-1], dtype=torch.float64)
     x, y = q * root, k * root
     tilt, row = torch.zeros_like(y[..., 0]), torch.zeros_like(x[..., 0])
@@ -131,44 +134,174 @@ def ref_gaussian(mech, q, k, v, *, allowed, scale):
     return weighted_mean(logits, v, allowed)
 
 
+def ref_hedgehog(mech, q, k, v, *, allowed, scale):
+    """Σ_j K_ij v_j / Σ_j K_ij with K_ij = φ_q(q_i)·φ_k(k_j), φ(x) = [σ(Wx), σ(−Wx)].
+
+    σ is softmax over features; with map=exp φ(x) = [exp(Wx + b), exp(−Wx − b)].
+    """
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = per_head(q, k, v)
+    logs = []
+    for x, weight, bias in ((q, mech.weight_q, mech.bias_q), (k, mech.weight_k, mech.bias_k)):
+        weight = weight.double().repeat_interleave(groups, 0)
+        y = torch.einsum("bhnd,hmd->bhnm", scale**0.5 * x, weight)
+        if bias is None:
+            logs.append(torch.cat([y.log_softmax(-1), (-y).log_softmax(-1)], -1))
+        else:
+            y = y + bias.double().repeat_interleave(groups, 0)[:, None]
+            logs.append(torch.cat([y, -y], -1))
+    logits = (logs[0][:, :, :, None] + logs[1][:, :, None]).logsumexp(-1)
+    return weighted_mean(logits, v, allowed)
+
+
 def ref_mixed(mech, q, k, v, *, allowed, scale, causal=False):
     """Each part's reference on that part's heads and key/value heads, with its own scale."""
-    outs, head, groups = [], 0, q.shape[1] // k.shape[1]
+    outs, head, groups = [None] * q.shape[1], 0, q.shape[1] // k.shape[1]
     for index, part in enumerate(mech.config.parts):
-        heads = slice(head, head + part.count)
-        kv_heads = slice(head // groups, (head + part.count) // groups)
+        kv_heads = range(head // groups, (head + part.count) // groups)
+        if mech.config.kv_heads is not None:
+            kv_heads = mech.config.kv_heads[index]
+        kv_heads = list(kv_heads)
+        heads = [h for h in range(q.shape[1]) if h // groups in kv_heads]
+        heads.sort(key=lambda h: kv_heads.index(h // groups))
         mine = allowed if allowed.shape[1] == 1 else allowed[:, heads]
         naive = globals()[f"ref_{part.spec.name}"]
         asked = {"causal": causal} if "causal" in inspect.signature(naive).parameters else {}
         own = (q[:, heads], k[:, kv_heads], v[:, kv_heads])
-        outs.append(naive(mech.parts[index], *own, allowed=mine, scale=scale[index], **asked))
+        out = naive(mech.parts[index], *own, allowed=mine, scale=scale[index], **asked)
+        for place, row in zip(heads, out.unbind(1), strict=True):
+            outs[place] = row
         head += part.count
-    return torch.cat(outs, 1)
+    return torch.stack(outs, 1)
 
 
-def ref_near_far(mech, q, k, v, *, allowed, scale):
+@torch.no_grad()
+def held_keys(config, q, k, *, opened, scale):
+    """Which keys (B, H, L, S) each query of a causal call reads exactly, token by token."""
+    window, heavy, sinks = config.near(True), config.hitters, config.first(True)
+    block, size = max(1, min(8, window // 4)), window + heavy + sinks
+    (batch, heads, queries, _), (kv, keys) = q.shape, k.shape[1:3]
+    read = torch.zeros(batch, heads, queries, keys, dtype=torch.bool)
+    for b in range(batch):
+        for g in range(kv):
+            held, mass = [], {}
+            for j in range(keys):
+                if opened[b, j]:
+                    held.append(j)
+                    mass[j] = 0.0
+                i = j - (keys - queries)
+                for h in range(g * heads // kv, (g + 1) * heads // kv) if i >= 0 and held else ():
+                    read[b, h, i, held] = True
+                    weights = torch.softmax(scale * k[b, g, held] @ q[b, h, i], 0)
+                    if opened[b, j]:
+                        mass = {n: mass[n] + w for n, w in zip(held, weights.tolist(), strict=True)}
+                if len(held) == size:
+                    judged = sorted(held[sinks : sinks + heavy + block], key=mass.get)
+                    held = [n for n in held if n not in judged[:block]]
+                    mass = {n: mass[n] * DECAY**block for n in held}
+    return read
+
+
+def ref_near_far(mech, q, k, v, *, allowed, scale, causal=False):
     """Σ_j w_ij v_j / Σ_j w_ij with w = e^s in the window and at listed keys, κ elsewhere.
 
     Which keys are heavy is taken from `mech`: a hard selection.
     """
-    config, far = mech.config, mech.far
+    config = mech.config
+    far = mech.far if config.far_field(causal) else None
     queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     allowed = allowed.expand(len(q), q.shape[1], -1, -1)
     opened = allowed[:, 0].any(-2)
+    if causal and config.hold():
+        exact = held_keys(config, q, k, opened=opened, scale=scale)
+        return exact_or_estimated(far, q, k, v, exact=exact, allowed=allowed, scale=scale)
     exact = torch.zeros_like(allowed)
-    for i in range(queries):
-        for j in range(keys):
-            if abs(i + keys - queries - j) <= config.window and config.window > 0:
-                exact[:, :, i, j] = True
-    at, found = mech._listed(q.detach(), k.detach(), Mask(key=opened), scale)
+    gap = (torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)).abs()
+    rows = []
     for b in range(len(q)):
+        sizes = config.of_length(int(opened[b].sum()))
+        window = (config.near(causal) or -1) if causal else sizes.window
+        near = gap <= window
+        exact[b] = near
+        mask = Mask(causal=causal, key=opened[b : b + 1])
+        fixed = [t[b : b + 1].detach() for t in (q, k)]
+        mass = None if causal else mech._mass(*fixed, mask, scale, window, sizes.heavy)
+        at, found = mech._listed(fixed[1], mask, sizes.heavy, mass)
+        closed = torch.zeros(1, k.shape[1], keys, dtype=torch.bool)
         for h in range(q.shape[1]):
-            if config.heavy:
-                exact[b, h, :, at[b, h // groups][found[b, h // groups]]] = True
-            else:
-                exact[b, h, :, opened[b].nonzero()[: config.sinks, 0]] = True
+            own = h // groups % at.shape[1]
+            exact[b, h, :, at[0, own][found[0, own]]] = True
+            closed[0, h // groups, at[0, own][found[0, own]]] = True
+        if far is not None and far.name == "key_clusters" and not causal:
+            beside = Beside(
+                window=window, closed=closed, mass=mass, clusters=sizes.clusters,
+                members=sizes.members,
+            )  # fmt: skip
+            mine = [t[b : b + 1] for t in (q, k)]
+            rows.append(clustered_logits(far, *mine, mask.key, scale, beside, near))
+    if rows:
+        logits = scale * torch.einsum("bhid,bhjd->bhij", q.double(), per_head(q, k, v)[1])
+        logits = torch.where(exact, logits, torch.cat(rows))
+        return weighted_mean(logits, per_head(q, k, v)[2], allowed)
+    return exact_or_estimated(far, q, k, v, exact=exact, allowed=allowed, scale=scale)
+
+
+def clustered_logits(mech, q, k, opened, scale, beside=None, near=None):
+    """ln w_ij (B, H, L, S) of clusters of keys, 0 where a key is in none; see `KeyClusters`.
+
+    Clusters, μ, L and members are taken from `mech` as given: they carry no gradient. Members
+    where `near` (L, S) is True are not refined: another part reads them.
+    """
+    groups, open_k = q.shape[1] // k.shape[1], k.masked_fill(~opened[:, None, :, None], 0.0)
+    chosen = mech.select(q.detach(), open_k.detach(), Mask(key=opened), scale, beside)
+    rows = []
+    for b, h in itertools.product(range(len(q)), range(q.shape[1])):
+        at = (b, h // groups)
+        x, y = scale * q[b, h].double(), open_k[at].double()
+        mean, metric, inverse = (
+            t[at].double() for t in (chosen.mean, chosen.metric, chosen.whiten)
+        )
+        logits, exact = torch.zeros(len(x), len(y)).double(), x @ y.mT
+        estimates = {}
+        for m in range(chosen.base.shape[-1]):
+            inside = (chosen.held[at] & (chosen.cluster[at] == m)).nonzero()[:, 0]
+            if not len(inside):
+                continue
+            t = torch.exp(y[inside] @ mean - chosen.base[at][m])
+            centre = t @ y[inside] / t.sum()
+            spread = t @ ((y[inside] - centre) @ metric).square() / t.sum()
+            more = 0.5 * ((x - mean) @ inverse).square() @ spread
+            estimate = x @ centre + chosen.base[at][m] - mean @ centre
+            estimates[m] = estimate + torch.log1p(more.clamp_max(8.0))
+            logits = logits.index_add(1, inside, estimates[m][:, None] + t.log())
+        if estimates and mech.config.refine:
+            names, table = list(estimates), torch.stack(list(estimates.values()), 1)
+            count = min(mech.config.refine, len(names))
+            refined = torch.zeros_like(logits, dtype=torch.bool)
+            for i, best in enumerate(table.detach().topk(count, 1).indices):
+                found = chosen.members[at][[names[n] for n in best]].flatten()
+                refined[i, found[found >= 0]] = True
+            if near is not None:
+                refined &= ~near
+            logits = torch.where(refined, exact, logits)
+        rows.append(logits)
+    return torch.stack(rows).unflatten(0, q.shape[:2])
+
+
+def ref_key_clusters(mech, q, k, v, *, allowed, scale):
+    """Σ_j w_ij v_j / Σ_j w_ij with w = e^s for refined members and φ t for other keys."""
+    opened = open_keys(allowed, len(q))
+    logits = clustered_logits(mech, q, k, opened, scale)
+    return weighted_mean(logits, per_head(q, k, v)[2], allowed)
+
+
+def exact_or_estimated(far, q, k, v, *, exact, allowed, scale):
+    """Σ_j w_ij v_j / Σ_j w_ij with w = e^s for `exact` pairs, and of `far`, or none, elsewhere."""
+    opened = allowed[:, 0].any(-2)
     logits = scale * torch.einsum("bhid,bhjd->bhij", q.double(), per_head(q, k, v)[1])
-    if far.name == "kernel_nystrom":  # limited among the far keys
+    if far is None:
+        allowed = allowed & exact
+    elif far.name == "kernel_nystrom":  # limited among the far keys
         positive, negative = ref_kernel_nystrom(
             far, q, k, v, allowed=opened[:, None, None], scale=scale, estimates=True
         )
@@ -178,7 +311,7 @@ def ref_near_far(mech, q, k, v, *, allowed, scale):
         share = torch.where(less == 0, 1.0, share).clamp_max(1.0)
         weights = torch.where(exact & allowed, logits.exp(), 0.0) + above - share * below
         return signed_mean(weights, per_head(q, k, v)[2], allowed)
-    if far.name == "performer":
+    elif far.name == "performer":
         estimates = ref_performer(
             far, q, k, v, allowed=opened[:, None, None], scale=scale, logarithms=True
         )
@@ -442,7 +575,7 @@ def ref_kernel_nystrom(mech, q, k, v, *, allowed, scale, estimates=False):
 
     With `estimates` the positive and the negative part of the estimates of exp(scale·q_i·k_j).
 
-    Gauge and landmarks are taken from `mech` as given: they carry no gradient.
+    Gauge and landmarks are taken from `mech` as given; learned landmarks carry a gradient.
     """
     config, heads, root = mech.config, mech.num_kv_heads, scale**0.5
     groups = q.shape[1] // heads

@@ -16,6 +16,10 @@ VARIANTS = {
         "performer(features=13, gauge=centre, statistics=calibrated)",
         "performer(features=14, estimator=trig, gauge=balance, statistics=calibrated)",
         "performer(features=13, estimator=derf, gauge=balance, statistics=calibrated)",
+        "performer(features=13, estimator=derf, gauge=balance, statistics=calibrated, "
+        "learned=true)",
+        "performer(features=14, estimator=trig, learned=true)",
+        "performer(features=12, estimator=hyperbolic, learned=true)",
     ],
     "local": [
         "local(window=5)",
@@ -46,6 +50,7 @@ VARIANTS = {
         "mixed(softmax*2, gaussian(features=7, learned=true)*2, performer(features=11)*2)",
         "mixed(additive(hidden=3)*4, softmax)",
         "mixed(softmax, performer(features=13, gauge=centre))",
+        "mixed(local(window=5), performer(features=13), kv_heads=[[0, 2], [1]])",
     ],
     "bigbird": [
         "bigbird(block=5)",
@@ -62,15 +67,29 @@ VARIANTS = {
         "near_far(window=7, sinks=2, far=performer(features=13, estimator=derf, gauge=balance, "
         "statistics=calibrated))",
         "near_far(window=3, heavy=5, far=performer(features=13, estimator=derf, gauge=balance))",
+        "near_far(window=4, sinks=2, far=performer(features=13, estimator=oprf, gauge=centre, "
+        "statistics=calibrated))",
         "near_far(window=5, heavy=4, far=kernel_nystrom(features=12, clip=0.1))",
         "near_far(window=4, sinks=2, "
         "far=kernel_nystrom(features=13, landmarks=calibrated, clip=0.1))",
         "near_far(window=6, heavy=3, far=softmax)",
+        "near_far",
+        "near_far(window=0, heavy=3, preset=fast)",
+        "near_far(window=4, heavy=5, sinks=2, far=key_clusters(clusters=9, refine=2, members=2))",
+        "near_far(window=13, heavy=11, sinks=2, far=none)",
+        "near_far(window=17, heavy=7, sinks=1, far=performer(features=13))",
+        "near_far(window=13, heavy=8, sinks=0, "
+        "far=kernel_nystrom(features=13, landmarks=calibrated, clip=0.1))",
     ],
     "gaussian": [
         "gaussian(features=11)",
         "gaussian(features=7, learned=true, sigma=1.7)",
         "gaussian(features=5, anchors=kmeans)",
+    ],
+    "hedgehog": [
+        "hedgehog",
+        "hedgehog(features=26, map=exp)",
+        "hedgehog(features=6)",
     ],
     "linear": [
         "linear",
@@ -91,6 +110,7 @@ VARIANTS = {
         'kernel_nystrom(features=13, gauge="none", ridge=0.1, clip=0.2)',
         "kernel_nystrom(features=13, landmarks=calibrated, clip=0.1)",
         "kernel_nystrom(features=8, landmarks=calibrated, gauge=centre, clip=0.1)",
+        "kernel_nystrom(features=9, landmarks=learned, clip=0.1)",
     ],
     "nystrom": [
         "nystrom(landmarks=7)",
@@ -125,6 +145,13 @@ VARIANTS = {
         "clustered(clusters=11, cluster=keys, weights=mass, distance=hamming, bits=17)",
         "clustered(clusters=60)",
     ],
+    "key_clusters": [
+        "key_clusters(clusters=11, refine=3, members=2, landmarks=5)",
+        "key_clusters(clusters=7, refine=0, iterations=1, sample=2)",
+        "key_clusters(clusters=5, refine=5, members=67)",
+        "key_clusters(clusters=13, refine=11, members=1)",
+        "key_clusters",
+    ],
 }
 """Mechanisms without an entry are tested with their default options."""
 
@@ -155,9 +182,7 @@ def make(spec, *, heads=6, kv=3, dim=5, dtype=torch.float64, seed=0, **sizes):
         spec, head_dim=dim, num_heads=heads, num_kv_heads=kv, seed=seed, dtype=dtype,
         max_length=1024, **sizes,
     ).eval()  # fmt: skip
-    needs_data = {"statistics": "calibrated", "anchors": "kmeans", "landmarks": "calibrated"}
-    configs = [mech.config, getattr(getattr(mech, "far", None), "config", None)]
-    if any(getattr(c, key, None) == value for c in configs for key, value in needs_data.items()):
+    if mech.calibrates_for(mech.config):
         q, k, _ = inputs(31, 31, heads=heads, kv=kv, dim=dim, dtype=dtype, seed=101)
         mech.calibrate(q, k)
     return mech

@@ -11,7 +11,7 @@ from subquad.attention.layers import TransformerDecoderLayer, TransformerEncoder
 from subquad.attention.masks import Mask
 from subquad.attention.multihead import MultiheadAttention
 from subquad.attention.partial import Partial, merge
-from subquad.convert import compare, convert, revert
+from subquad.convert import Budget, compare, convert, revert, suggest, swap_sdpa
 from subquad.errors import (
     CalibrationError,
     DeviceError,
@@ -23,6 +23,7 @@ from subquad.errors import (
     UnsupportedError,
 )
 from subquad.registry import build, describe, mechanisms
+from subquad.training import recover
 
 if TYPE_CHECKING:
     from subquad import features, kernels
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from subquad.attention.hybrid.near_far import NearFarConfig
     from subquad.attention.kernel.efficient import EfficientConfig
     from subquad.attention.kernel.gaussian import GaussianConfig
+    from subquad.attention.kernel.hedgehog import HedgehogConfig
     from subquad.attention.kernel.linear import LinearConfig
     from subquad.attention.kernel.nystrom import KernelNystromConfig
     from subquad.attention.kernel.performer import PerformerConfig
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from subquad.attention.sparse.strided import StridedConfig
     from subquad.attention.summary.clustered import ClusteredConfig
     from subquad.attention.summary.compressed import CompressedConfig
+    from subquad.attention.summary.key_clusters import KeyClustersConfig
     from subquad.attention.summary.layer import LinformerEncoderLayer
     from subquad.attention.summary.linformer import LinformerConfig
     from subquad.attention.summary.nystrom import NystromConfig
@@ -52,6 +55,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdditiveConfig",
     "BigBirdConfig",
+    "Budget",
     "CalibrationError",
     "ClusteredConfig",
     "CompressedConfig",
@@ -60,7 +64,9 @@ __all__ = [
     "EfficientConfig",
     "GaussianConfig",
     "GlobalConfig",
+    "HedgehogConfig",
     "KernelNystromConfig",
+    "KeyClustersConfig",
     "LinearConfig",
     "LinformerConfig",
     "LinformerEncoderLayer",
@@ -95,13 +101,17 @@ __all__ = [
     "kernels",
     "mechanisms",
     "merge",
+    "recover",
     "revert",
+    "suggest",
+    "swap_sdpa",
 ]
 
 _CONFIGS = {
     "AdditiveConfig": "subquad.attention.exact.additive",
     "EfficientConfig": "subquad.attention.kernel.efficient",
     "GaussianConfig": "subquad.attention.kernel.gaussian",
+    "HedgehogConfig": "subquad.attention.kernel.hedgehog",
     "LinearConfig": "subquad.attention.kernel.linear",
     "RFAConfig": "subquad.attention.kernel.rfa",
     "BigBirdConfig": "subquad.attention.sparse.bigbird",
@@ -113,6 +123,7 @@ _CONFIGS = {
     "NystromConfig": "subquad.attention.summary.nystrom",
     "MixedConfig": "subquad.attention.hybrid.mixed",
     "ClusteredConfig": "subquad.attention.summary.clustered",
+    "KeyClustersConfig": "subquad.attention.summary.key_clusters",
     "CompressedConfig": "subquad.attention.summary.compressed",
     "LinformerConfig": "subquad.attention.summary.linformer",
     "LinformerEncoderLayer": "subquad.attention.summary.layer",

@@ -54,7 +54,8 @@ class UnsupportedError(SubquadError, NotImplementedError):
     """A mechanism cannot do what was asked; names the mechanism, the request and who can.
 
     Attributes:
-        mechanism: name of the mechanism that was asked.
+        mechanism: name of the mechanism that was asked; of the class of a model or module that
+            cannot be converted.
         request: what was asked of it.
         alternatives: names of registered mechanisms that can do it.
     """

@@ -252,11 +252,13 @@ class Config:
 
     Subclasses set `mechanism`, declare their options as fields with defaults and yield one
     sentence for each invalid value from `problems`. One that takes a spec's positional parts
-    names the option which receives them, a tuple of `Part`, in `positional`.
+    names the option which receives them, a tuple of `Part`, in `positional`. `sizes` names the
+    options that trade cost for error, numbers or mechanisms with sizes of their own.
     """
 
     mechanism: ClassVar[str] = ""
     positional: ClassVar[str | None] = None
+    sizes: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         self._raise(list(self.problems()))
@@ -276,6 +278,14 @@ class Config:
         Args:
             use: ``"encoder"`` (bidirectional self-attention), ``"causal"`` (a decoder's
                 self-attention) or ``"cross"``.
+        """
+        return self
+
+    def for_length(self, length: int) -> Config:
+        """The config with sizes that a bidirectional call takes by its length written out.
+
+        Args:
+            length: open keys of a row.
         """
         return self
 

@@ -37,6 +37,7 @@ MECHANISMS: dict[str, str] = {
     "efficient": "subquad.attention.kernel.efficient:Efficient",
     "rfa": "subquad.attention.kernel.rfa:RFA",
     "gaussian": "subquad.attention.kernel.gaussian:Gaussian",
+    "hedgehog": "subquad.attention.kernel.hedgehog:Hedgehog",
     "local": "subquad.attention.sparse.local:Local",
     "strided": "subquad.attention.sparse.strided:Strided",
     "global": "subquad.attention.sparse.global_:Global",
@@ -46,6 +47,7 @@ MECHANISMS: dict[str, str] = {
     "nystrom": "subquad.attention.summary.nystrom:Nystrom",
     "sampled": "subquad.attention.summary.sampled:Sampled",
     "clustered": "subquad.attention.summary.clustered:Clustered",
+    "key_clusters": "subquad.attention.summary.key_clusters:KeyClusters",
     "mixed": "subquad.attention.hybrid.mixed:Mixed",
     "near_far": "subquad.attention.hybrid.near_far:NearFar",
 }

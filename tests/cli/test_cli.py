@@ -19,9 +19,12 @@ VERBS = (
     ("describe",),
     ("demo",),
     ("compare",),
+    ("convert",),
+    ("suggest",),
     ("bench",),
     ("bench", "speed"),
     ("bench", "approximation"),
+    ("bench", "conversion"),
 )
 
 

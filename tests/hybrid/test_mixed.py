@@ -60,6 +60,58 @@ def test_each_part_has_its_own_default_scale(scale):
     assert torch.equal(mech(q, k, v, scale=scale), torch.cat(wanted, 1))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_can_be_assigned_to_parts(causal):
+    """In any order, with all the query heads of each key/value head."""
+    mech = build("mixed(local(window=3), performer(features=11), kv_heads=[[2, 0], [1]])", seed=5)
+    q, k, v = inputs(queries=L)
+    near, random = build("local(window=3)", 4, 2), build("performer(features=11)", 2, 1, seed=6)
+    wanted = torch.empty(2, H, L, V, dtype=F64)
+    wanted[:, [4, 5, 0, 1]] = near(q[:, [4, 5, 0, 1]], k[:, [2, 0]], v[:, [2, 0]], causal=causal)
+    wanted[:, [2, 3]] = random(q[:, [2, 3]], k[:, [1]], v[:, [1]], causal=causal)
+    assert torch.equal(mech(q, k, v, causal=causal), wanted)
+    assert counts(mech) == [4, 2] and "kv_heads=[[2, 0], [1]]" in repr(mech)
+
+
+def test_assigned_heads_keep_their_places_in_states_and_calibration():
+    """The same parts with the heads of the call permuted are the consecutive mix."""
+    order, queries = [1, 2, 0], [2, 3, 4, 5, 0, 1]
+    own = "performer(features=11, gauge=centre, statistics=calibrated)"
+    mixes = [
+        build(f"mixed(softmax, {own}, kv_heads=[[1], [2, 0]])"), build(f"mixed(softmax*2, {own}*4)")
+    ]  # fmt: skip
+    q, k, v = inputs()
+    calls = [(q, k, v), (q[:, queries], k[:, order], v[:, order])]
+    found = []
+    for mech, call in zip(mixes, calls, strict=True):
+        mech.calibrate(*call[:2])
+        out, state = mech.prefill(*(t[:, :, :17] for t in call))
+        rest, state = mech.step(*(t[:, :, 17:] for t in call), state)
+        read, _ = mech.step(call[0], None, None, state)
+        found.append(torch.cat([out, rest, read], 2))
+    assert torch.equal(found[0][:, queries], found[1])
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("mixed(softmax, local, kv_heads=[0, 1])", "kv_heads=(0, 1) must be a list of indices for"),
+        ("mixed(softmax, local, kv_heads=[[0, 1], []])", "must be a list of indices for each part"),
+        ("mixed(softmax, local, kv_heads=[[0, 1, 2]])", "[[0, 1, 2]] has 1 lists for 2 parts"),
+        (
+            "mixed(softmax, local, kv_heads=[[0, 1], [1]])",
+            "must name each of the heads 0 to 2 once",
+        ),
+        ("mixed(softmax, local, kv_heads=[[0], [1]])", "2 key/value heads, num_kv_heads is 3"),
+        ("mixed(softmax*4, local, kv_heads=[[0], [1, 2]])", "softmax*4 has 2 query heads by"),
+    ],
+)
+def test_assignments_that_do_not_fit_say_why(spec, words):
+    with pytest.raises(sq.OptionError) as caught:
+        build(spec)
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("spec", "heads", "kv", "wanted"),
     [
@@ -300,7 +352,7 @@ def test_calibration_reaches_the_parts_that_need_it():
     assert torch.equal(mech(q, k, v)[:, 2:], alone(q[:, 2:], k[:, 1:], v[:, 1:]))
     with pytest.raises(sq.ShapeError, match=r"q must be \(\.\.\., H=6"):
         mech.calibrate(torch.cat([q, q], 1), k)
-    with pytest.raises(sq.OptionError, match="no part can be calibrated: softmax: takes nothing"):
+    with pytest.raises(sq.OptionError, match=r"calibrated: softmax\*4, performer\*2 take nothing"):
         build("mixed(softmax, performer)").calibrate(q, k)
 
 

@@ -7,6 +7,7 @@ import subquad as sq
 from subquad import registry
 from subquad.attention.hybrid.near_far import LANDMARKS, heavy_keys
 from subquad.attention.outside import sides
+from subquad.attention.summary.mass import column_mass
 from subquad.options import Spec
 
 H, HKV, D, V = 6, 3, 5, 7
@@ -23,6 +24,13 @@ def inputs(queries=71, keys=71, seed=1, size=1.0):
     generator = torch.Generator().manual_seed(seed)
     shapes = ((2, H, queries, D), (2, HKV, keys, D), (2, HKV, keys, V))
     return [size * torch.randn(shape, generator=generator, dtype=F64) for shape in shapes]
+
+
+def heavy_of(mech, q, k, mask):
+    """Positions of heavy keys and sinks, and which of them exist."""
+    sizes = mech.config.of_length(k.shape[2])
+    mass = mech._mass(q, k, mask, D**-0.5, sizes.window, sizes.heavy)
+    return mech._listed(k, mask, sizes.heavy, mass)
 
 
 def same(found, wanted, rtol=1e-12):
@@ -137,7 +145,7 @@ def test_shares_are_the_weights_of_each_part():
         weights = mech.weights(q, k, key_mask=key)
         gap = (torch.arange(23)[:, None] - torch.arange(23)).abs()
         near = (gap <= mech.config.window).expand_as(weights) & (mech.config.window > 0)
-        at, found = mech._listed(q, k, sq.Mask(key=key), D**-0.5)
+        at, found = heavy_of(mech, q, k, sq.Mask(key=key))
         listed = torch.zeros(2, at.shape[1], 23, dtype=torch.bool).scatter(2, at, found)
         heavy = listed.repeat_interleave(H // at.shape[1], 1)[:, :, None] & ~near
         wanted = {"near": near, "heavy": heavy, "far": ~near & ~heavy}
@@ -164,7 +172,9 @@ def test_heavy_keys_have_the_largest_mass_of_landmark_queries():
     q, k, _ = inputs(131, 131)
     scale, window, count = D**-0.5, 3, 9
     key = torch.rand(2, 131, generator=torch.Generator().manual_seed(4)) > 0.2
-    at, found = heavy_keys(q, k, key, count=count, first=2, window=window, scale=scale)
+    cleared = k.masked_fill(~key[:, None, :, None], 0.0)
+    mass = column_mass(q, cleared, sq.Mask(key=key), scale, LANDMARKS, window=window)
+    at, found = heavy_keys(mass, key, count=count, first=2)
     assert found.all()
     for b in range(2):
         opened = key[b].nonzero()[:, 0]
@@ -197,7 +207,7 @@ def test_sinks_are_the_first_open_tokens():
     key = torch.ones(2, 23, dtype=torch.bool)
     key[0, :6] = False
     key[0, 7] = False
-    at, found = mech._listed(q, k, sq.Mask(key=key), 1.0)
+    at, found = heavy_of(mech, q, k, sq.Mask(key=key))
     assert at[:, 0].tolist() == [[6, 8, 9], [0, 1, 2]]
     assert found.all()
 
@@ -237,6 +247,55 @@ def test_state_does_not_depend_on_the_length():
     assert len(sizes) == 1
 
 
+# ---- sizes that follow the length ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["default", "fast"])
+def test_budgets_are_kept_at_every_length_and_shrink_with_it(preset):
+    config = sq.NearFarConfig(preset=preset)
+    share, most, features = {"default": (3 / 8, 96, 2), "fast": (7 / 16, 112, 4)}[preset]
+    for keys in range(1, 700):
+        exact, used = config.budget(keys)
+        assert exact <= max(min(keys, 32), min(most, share * keys))
+        assert used <= max(1, min(keys / features, 256 / features))
+        sizes = config.of_length(keys)
+        near = 2 * sizes.window + 1 if sizes.window > 0 else 0
+        refined = 4 * sizes.members
+        assert min(keys, near + sizes.heavy + refined) == exact
+        assert (exact == keys) == (keys <= 32)
+    assert config.of_length(256) == config.of_length(10**6)
+    default, fast = sq.NearFarConfig(), sq.NearFarConfig(preset="fast")
+    assert default.budget(512) == (96, 128) and default.budget(128) == (48, 64)
+    assert fast.budget(512) == (112, 64)
+
+
+@pytest.mark.parametrize("spec", ["near_far", "near_far(preset=fast)", "near_far(window=3)"])
+def test_sizes_are_those_of_each_row(spec):
+    """Rows of 29 to 211 open keys in one call equal each alone, its parts too."""
+    mech = build(spec, num_kv_heads=3)
+    generator = torch.Generator().manual_seed(8)
+    shapes = ((3, H, 211, D), (3, HKV, 211, D), (3, HKV, 211, V))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=F64) for shape in shapes)
+    lengths = (29, 97, 211)
+    key = torch.arange(211) < torch.tensor(lengths)[:, None]
+    out, parts = mech(q, k, v, key_mask=key), mech.partials(q, k, v, key_mask=key)
+    same(sq.merge(parts.values()), out, 1e-10)
+    for row, n in enumerate(lengths):
+        alone = mech(*(x[row : row + 1, :, :n] for x in (q, k, v)))
+        same(out[row : row + 1, :, :n], alone, 1e-10)
+
+
+def test_options_left_open_are_filled_in_for_a_use():
+    config = sq.NearFarConfig()
+    assert config.for_use("encoder") == config
+    assert config.for_use("cross") == sq.NearFarConfig(window=0)
+    causal = config.for_use("causal")
+    assert causal.window and causal.sinks is not None and causal.heavy is not None
+    assert causal.far is None
+    given = sq.NearFarConfig(window=5, heavy=3, sinks=1, far="performer")
+    assert all(given.for_use(use) == given for use in ("encoder", "cross", "causal"))
+
+
 # ---- the far mechanism ---------------------------------------------------------------------
 
 
@@ -268,7 +327,8 @@ FAR = [name for name in registry.MECHANISMS if may_be_far(name)]
 @pytest.mark.parametrize("name", FAR)
 def test_every_mechanism_that_may_be_far_has_positive_normalisers(name):
     q, k, v = inputs(37, 37, size=2.0)
-    mech = build(Spec("near_far", {"window": 4, "far": Spec(name)}), max_length=64)
+    options = {"window": 4, "heavy": 0, "far": Spec(name)}
+    mech = build(Spec("near_far", options), max_length=64)
     mask = sq.Mask(key=torch.rand(2, 37, generator=torch.Generator().manual_seed(6)) > 0.2)
     parts = mech._parts(q, k, v, mask, D**-0.5)["far"]
     for part in parts:
@@ -285,7 +345,12 @@ def test_far_is_given_as_name_spec_or_config():
     text = str(configs[0])
     assert text == "near_far(window=8, far=performer(features=32))"
     assert registry.resolve(text)[1] == configs[0]
-    assert str(sq.NearFarConfig(far="performer")) == "near_far"
+    assert str(sq.NearFarConfig(far="performer")) == "near_far(far=performer())"
+    assert registry.resolve("near_far(far=performer())")[1] == sq.NearFarConfig(far="performer")
+    nobody = [sq.NearFarConfig(far=None), sq.NearFarConfig(far="none")]
+    nobody.append(registry.resolve("near_far(far=none)")[1])
+    assert len(set(nobody)) == 1 and str(nobody[0]) == "near_far(far=none)"
+    assert str(sq.NearFarConfig(far="auto")) == str(sq.NearFarConfig()) == "near_far"
     assert build(text).far.config.features == 32
 
 
@@ -305,19 +370,21 @@ def test_capabilities_follow_the_far_field():
 
     assert have("").causal
     assert have("").state == "constant"
-    assert "use sinks" in have("heavy=3").causal.reason
-    assert not have("heavy=3").state
+    assert "window ≥ 1" in have("window=0, heavy=3").causal.reason
+    assert "a cluster's mean looks at all keys" in have("far=key_clusters").causal.reason
     assert have("far=performer(gauge=centre)").causal.reason.startswith("performer: statistics")
     assert "grows" in have("far=softmax").state.reason
     assert have("window=0").compact
     assert not have("window=3").compact
-    assert have("sinks=0").merges
+    assert have("sinks=0, far=performer").merges
+    assert "heavy or sinks" in have("").merges.reason
+    assert "clusters of its own" in have("heavy=0, sinks=0").merges.reason
     assert "heavy or sinks" in have("sinks=1").merges.reason
     assert have("sinks=1").partial
     for far in ("kernel_nystrom(landmarks=calibrated)", "mixed(kernel_nystrom, performer)"):
         assert "limited over the keys of a call" in have(f"sinks=0, far={far}").merges.reason
-    with pytest.raises(sq.UnsupportedError, match="use sinks"):
-        build(f"near_far(heavy=3, {SMALL})")(*inputs(), causal=True)
+    with pytest.raises(sq.UnsupportedError, match="looks at all keys"):
+        build("near_far(far=key_clusters)")(*inputs(), causal=True)
 
 
 def test_calibration_reaches_the_far_field():

@@ -286,6 +286,56 @@ def test_inference_mode_first_then_training():
     assert leaf.grad.abs().max() > 0
 
 
+# ---- learned landmarks --------------------------------------------------------------------
+
+
+def test_learned_landmarks_begin_as_calibrated_ones_and_move():
+    q, k, v = qkv(31)
+    fixed, learned = calibrated(), build(landmarks="learned", features=14)
+    with pytest.raises(sq.CalibrationError, match="landmarks=learned needs calibrate"):
+        learned(q, k, v)
+    for mech in (fixed, learned):
+        mech.calibrate(q, k)
+    assert [name for name, _ in learned.named_parameters()] == ["marks_q", "marks_k"]
+    close(learned(q, k, v), fixed(q, k, v), 0.0)
+    exact = sq.attention(q, k, v, "softmax")
+    optimiser, losses = torch.optim.Adam(learned.parameters(), lr=0.03), []
+    for _ in range(20):
+        optimiser.zero_grad()
+        loss = (learned(q, k, v) - exact).square().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]  # a descent, through the inverse and the limiter
+    with torch.no_grad():  # what is kept between calls follows the parameters
+        close(learned(q, k, v), learned(q, k, v, causal=False), 0.0)
+        found = (learned(q, k, v) - exact).square().mean().item()
+    assert found < losses[0]
+    fixed.load_state_dict(learned.state_dict())
+    close(fixed(q, k, v), learned(q, k, v).detach(), 0.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_reach_learned_landmarks_through_the_limiter(causal):
+    """Numerical differentiation agrees, with rows that are limited and rows that are not."""
+    _, _, (q, k, v) = hard_case()
+    q, k, v = (t[:1, :1, :5] for t in (q, k, v))
+    one = sq.build(
+        "kernel_nystrom(features=6, landmarks=learned, clip=0.3)",
+        head_dim=11, num_heads=1, dtype=F64,
+    )  # fmt: skip
+    one.calibrate(*(t[:, :1] for t in qkv(97, dim=11, seed=5)[:2]))
+    sums, limited = (call(q, k, v, causal=causal) for call in (one.partial, one.limited_partial))
+    raised = torch.exp(sums.log_scale - limited.log_scale) * sums.den < 0.99 * limited.den
+    assert raised.any() and not raised.all()
+
+    def call(marks_q, marks_k):
+        own = {"marks_q": marks_q, "marks_k": marks_k}
+        return torch.func.functional_call(one, own, (q, k, v), {"causal": causal})
+
+    assert torch.autograd.gradcheck(call, (one.marks_q, one.marks_k))
+
+
 # ---- what is refused ----------------------------------------------------------------------
 
 
@@ -293,7 +343,7 @@ def test_refusals_say_why():
     q, k, v = qkv(7)
     with pytest.raises(sq.CalibrationError, match="needs calibrate"):
         calibrated()(q, k, v)
-    with pytest.raises(sq.OptionError, match="calibrate needs landmarks=calibrated"):
+    with pytest.raises(sq.OptionError, match="calibrate needs landmarks=calibrated or learned"):
         build().calibrate(q, k)
     with pytest.raises(sq.UnsupportedError, match="would leak the future"):
         build()(q, k, v, causal=True)

@@ -703,9 +703,9 @@ def test_spectral_options():
         build(features=12, estimator=spectral)
     with pytest.raises(sq.OptionError, match="must equal the SpectralMap's 12"):
         build(dim=3, features=14, estimator=spectral)
-    with pytest.raises(sq.OptionError, match="redraw, draw and norms have no effect"):
+    with pytest.raises(sq.OptionError, match="norms and learned do not apply"):
         build(dim=3, features=12, estimator=spectral, redraw=2)
-    with pytest.raises(sq.OptionError, match="redraw, draw and norms have no effect"):
+    with pytest.raises(sq.OptionError, match="norms and learned do not apply"):
         build(dim=3, features=12, estimator=spectral, draw="iid")
 
 
@@ -792,6 +792,62 @@ def test_a_learned_module_is_an_estimator():
     assert not torch.equal(twin(q, q, q), mech(q, q, q))
     half = copy.deepcopy(mech).bfloat16()
     assert half(q.bfloat16(), q.bfloat16(), q.bfloat16()).dtype == torch.bfloat16
+
+
+# ---- learned frequencies --------------------------------------------------------------------
+
+LEARNED = {
+    "positive": {},
+    "hyperbolic": {"estimator": "hyperbolic"},
+    "trig": {"estimator": "trig"},
+    "oprf": {"estimator": "oprf", "statistics": "calibrated"},
+    "derf": {"estimator": "derf", "gauge": "balance", "statistics": "calibrated"},
+    "relu": {"estimator": "relu"},
+    "function": {"estimator": torch.nn.functional.softplus},
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", LEARNED.values(), ids=LEARNED)
+def test_gradients_reach_learned_frequencies(options, causal):
+    mech = build(2, kv=1, dim=3, features=4, learned=True, **options)
+    q, k, v = (randn(1, heads, 5, 3, seed=i, size=0.5) for i, heads in enumerate((2, 1, 1)))
+    if mech.calibrates_for(mech.config):
+        mech.calibrate(q, k)
+    mech.requires_grad_(True)
+
+    def call(omega):
+        return torch.func.functional_call(
+            mech, {"projection": omega}, (q, k, v), {"causal": causal}
+        )
+
+    assert torch.autograd.gradcheck(call, mech.projection)
+
+
+def test_learned_frequencies_start_as_drawn_ones_and_share_their_checkpoints():
+    q = randn(1, 2, 7, D)
+    drawn, learned = build(2, features=6), build(2, features=6, learned=True)
+    assert torch.equal(drawn(q, q, q), learned(q, q, q))
+    assert [name for name, _ in learned.named_parameters()] == ["projection"]
+    optimiser = torch.optim.SGD(learned.parameters(), lr=0.1)
+    learned(q, q, q).square().sum().backward()
+    optimiser.step()
+    assert not torch.equal(drawn(q, q, q), learned(q, q, q))
+    drawn.load_state_dict(learned.state_dict())
+    assert torch.equal(drawn(q, q, q), learned(q, q, q))
+    learned.reset_parameters()
+    learned.load_state_dict(drawn.state_dict())
+    assert torch.equal(drawn(q, q, q), learned(q, q, q))
+
+
+def test_what_learned_frequencies_refuse():
+    with pytest.raises(sq.OptionError, match="redraw=3 would throw away what learned=true"):
+        build(features=6, learned=True, redraw=3)
+    with pytest.raises(sq.OptionError, match="learned='yes' must be true or false"):
+        build(features=6, learned="yes")
+    q = randn(1, 2, 7, D)
+    with pytest.raises(sq.UnsupportedError, match="ω are learned parameters"):
+        sq.attention(q, q, q, "performer(learned=true)")
 
 
 # ---- (h) merging trig ---------------------------------------------------------------------

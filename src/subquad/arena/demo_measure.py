@@ -8,10 +8,7 @@ weights and inputs do not count.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import gc
 import json
 import os
 import statistics
@@ -26,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["embed_rows", "measure", "peak_memory", "swap"]
+from subquad.convert.cost import MIB, peak_memory
 
-MIB = 2**20
+__all__ = ["embed_rows", "measure", "peak_memory", "swap"]
 
 
 def swap(model: nn.Module, mechanism: str, seed: int = 0) -> None:
@@ -81,47 +78,6 @@ def measure(job: dict[str, Any], progress: Callable[[str], None]) -> dict[str, A
             problem = errors.read()
             raise RuntimeError(f"measuring failed in the child process:\n{problem}")
     return result
-
-
-def _trim() -> None:
-    """Gives freed memory back to the system: a call would reuse it unseen."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def peak_memory(warm_up: Callable[[], Any], run: Callable[[], Any]) -> float | None:
-    """Peak MiB that `run` adds in a forked process; None where a process cannot fork.
-
-    `warm_up` is a small call that first loads what any call needs: code and mapped weights.
-    """
-    if not hasattr(os, "fork"):
-        return None
-    import resource
-
-    _trim()
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        peak = -1
-        try:
-            warm_up()
-            _trim()
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            run()
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        finally:
-            os.write(write, str(peak).encode())
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    peak = int(text or -1)
-    if peak < 0:
-        return None
-    return peak / MIB if sys.platform == "darwin" else peak / 1024
 
 
 # ---- jobs --------------------------------------------------------------------------------

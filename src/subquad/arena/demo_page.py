@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from subquad.pages import (
+    DARK,
+    LIGHT,
+    Theme,
+    document,
+    length_ticks,
+    new_figure,
+    picture,
+    png,
+    seconds_text,
+    set_title,
+    short_seconds,
+    tiles,
+)
+
 __all__ = ["write_page"]
-
-
-@dataclass(frozen=True)
-class _Theme:
-    ink: str
-    soft: str
-    grid: str
-    paper: str
-    exact: str
-    mine: str
-    uniform: str
-    explicit: str
-    others: tuple[str, ...]
-
-
-# Okabe and Ito's palette: told apart by people with any common colour vision.
-_LIGHT = _Theme(
-    ink="#1a1d21",
-    soft="#5c6470",
-    grid="#e3e6ea",
-    paper="#ffffff",
-    exact="#5c6470",
-    mine="#0072b2",
-    uniform="#d55e00",
-    explicit="#cc79a7",
-    others=("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#8a6d3b"),
-)
-_DARK = _Theme(
-    ink="#e8eaed",
-    soft="#a2a9b4",
-    grid="#2c3138",
-    paper="#16191d",
-    exact="#a2a9b4",
-    mine="#56b4e9",
-    uniform="#ff8c42",
-    explicit="#e2a0c6",
-    others=("#56b4e9", "#f0b93a", "#3cc9a0", "#e2a0c6", "#8fb8ff", "#c7a877"),
-)
 
 
 # Shown in the table only: the original, the same by another road, and the line to beat.
@@ -64,10 +39,10 @@ def write_page(out: Path, result: dict[str, Any]) -> list[Path]:
         ("fidelity", _fidelity),
         ("layers", _layers),
     ):
-        pictures[name] = (_png(draw, result, _LIGHT), _png(draw, result, _DARK))
+        pictures[name] = (_png(draw, result, LIGHT), _png(draw, result, DARK))
         written.append(_write(out / f"{name}.png", pictures[name][0]))
-    written.append(_write(out / "demo.png", _main_picture(result, _LIGHT)))
-    written.append(_write(out / "demo-dark.png", _main_picture(result, _DARK)))
+    written.append(_write(out / "demo.png", _main_picture(result, LIGHT)))
+    written.append(_write(out / "demo-dark.png", _main_picture(result, DARK)))
     written.append(_write(out / "demo.html", _page(result, pictures).encode()))
     return written
 
@@ -80,43 +55,11 @@ def _write(path: Path, content: bytes) -> Path:
 # ---- pictures ----------------------------------------------------------------------------
 
 
-def _figure(
-    width: float, height: float, theme: _Theme, columns: int = 1, **grid: Any
-) -> tuple[Any, Any]:
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with rc_context({"font.size": 11, "axes.titlesize": 12.5, "axes.titleweight": "bold"}):
-        figure = Figure(
-            figsize=(width, height), dpi=200, facecolor=theme.paper, layout="constrained"
-        )
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(1, columns, gridspec_kw=grid or None)
-    for axis in axes if columns > 1 else [axes]:
-        axis.set_facecolor(theme.paper)
-        for side, spine in axis.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(theme.grid)
-        axis.tick_params(colors=theme.soft, which="both", length=0, labelsize=10)
-        axis.grid(True, color=theme.grid, linewidth=0.8)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-def _save(figure: Any) -> bytes:
-    import io
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor())
-    return buffer.getvalue()
-
-
-def _png(draw: Any, result: dict[str, Any], theme: _Theme) -> bytes:
+def _png(draw: Any, result: dict[str, Any], theme: Theme) -> bytes:
     tall = draw in (_fidelity, _layers)
-    figure, axis = _figure(4.8, _height(result) if tall else 3.8, theme)
+    figure, axis = new_figure(4.8, _height(result) if tall else 3.8, theme)
     draw(axis, result, theme)
-    return _save(figure)
+    return png(figure)
 
 
 def _height(result: dict[str, Any]) -> float:
@@ -124,28 +67,13 @@ def _height(result: dict[str, Any]) -> float:
     return max(3.8, 1.4 + 0.36 * len(result["rows"]))
 
 
-def _main_picture(result: dict[str, Any], theme: _Theme) -> bytes:
-    figure, (left, right) = _figure(
+def _main_picture(result: dict[str, Any], theme: Theme) -> bytes:
+    figure, (left, right) = new_figure(
         11.4, _height(result), theme, columns=2, width_ratios=(1.0, 1.12)
     )
     _speed(left, result, theme)
     _fidelity(right, result, theme)
-    return _save(figure)
-
-
-def _title(axis: Any, theme: _Theme, title: str, below: str = "") -> None:
-    axis.set_title(
-        title,
-        loc="left",
-        color=theme.ink,
-        pad=24 if below else 10,
-        fontsize=12.5,
-        fontweight="bold",
-    )
-    if below:
-        axis.text(
-            0, 1.03, below, transform=axis.transAxes, color=theme.soft, fontsize=9.5, va="bottom"
-        )
+    return png(figure)
 
 
 def _points(values: dict[Any, float]) -> tuple[list[int], list[float]]:
@@ -153,20 +81,7 @@ def _points(values: dict[Any, float]) -> tuple[list[int], list[float]]:
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _lengths(axis: Any, lengths: list[int]) -> None:
-    from matplotlib.ticker import NullLocator
-
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(lengths)
-    axis.set_xticklabels([f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-    axis.xaxis.set_minor_locator(NullLocator())
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value >= 1 else f"{value * 1e3:.0f} ms"
-
-
-def _speed(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
+def _speed(axis: Any, result: dict[str, Any], theme: Theme) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     from subquad.arena.demo import ALONE
@@ -176,7 +91,7 @@ def _speed(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     x, y = _points(seconds[lead])
     ex, ey = _points(seconds["sdpa"])
     axis.set_yscale("log")
-    _lengths(axis, x)
+    length_ticks(axis, x)
     axis.plot(ex, ey, color=theme.exact, linewidth=2.2, marker="o", markersize=4.5)
     lowest = min(y[0], ey[0])
     for place, name in enumerate(others, 1):
@@ -203,11 +118,11 @@ def _speed(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
         color=theme.ink,
         fontsize=10.5,
     )
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_seconds(value)))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.set_ylim(lowest * 0.45, max(y[-1], ey[-1]) * 2.2)
     axis.set_xlabel("tokens", color=theme.soft, fontsize=10)
-    _title(
+    set_title(
         axis,
         theme,
         "Time of one attention call",
@@ -237,11 +152,7 @@ def _label(
     )
 
 
-def _short(value: float) -> str:
-    return f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"
-
-
-def _memory(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
+def _memory(axis: Any, result: dict[str, Any], theme: Theme) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     from subquad.arena.demo import ALONE
@@ -258,7 +169,7 @@ def _memory(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
         ),
     ]
     lengths = [int(n) for n in result["attention"]["seconds"][lead]]
-    _lengths(axis, lengths)
+    length_ticks(axis, lengths)
     axis.set_yscale("log")
     for name, text, colour, at, offset, across, up in shown:
         x, y = _points({n: max(v, 0.5) for n, v in memory[name].items()})
@@ -279,10 +190,10 @@ def _memory(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     axis.yaxis.set_minor_locator(NullLocator())
     axis.margins(y=0.18)
     axis.set_xlabel("tokens", color=theme.soft, fontsize=10)
-    _title(axis, theme, "Peak memory of that call", "beyond its inputs, output included")
+    set_title(axis, theme, "Peak memory of that call", "beyond its inputs, output included")
 
 
-def _fidelity(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
+def _fidelity(axis: Any, result: dict[str, Any], theme: Theme) -> None:
     rows = [row for row in result["rows"] if row["mechanism"] not in _CONTROLS]
     uniform = next(row for row in result["rows"] if row["mechanism"] == "uniform")
     rows = sorted(rows, key=lambda row: row["cosine"])
@@ -336,14 +247,14 @@ def _fidelity(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     axis.grid(False, axis="y")
     axis.set_xlabel("cosine to the original embedding", color=theme.soft, fontsize=10)
     below = f"{result['model']}, {result['passages']} passages; bar: down to the 5th percentile"
-    _title(axis, theme, "What the swap costs, untrained", below)
+    set_title(axis, theme, "What the swap costs, untrained", below)
 
 
 def _spaced(label: str) -> str:
     return label.replace("(", " (", 1) if "=" in label else label
 
 
-def _layers(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
+def _layers(axis: Any, result: dict[str, Any], theme: Theme) -> None:
     rows = [row for row in result["rows"] if row["mechanism"] not in _CONTROLS]
     depth = len(rows[0]["layers"]) if rows else 0
     x = list(range(depth))
@@ -376,7 +287,7 @@ def _layers(axis: Any, result: dict[str, Any], theme: _Theme) -> None:
     axis.set_xlim(-0.2, (depth - 1) + max(depth, 2) * 0.36)
     axis.set_xticks(x)
     axis.set_xlabel("layer", color=theme.soft, fontsize=10)
-    _title(
+    set_title(
         axis,
         theme,
         "Error of each layer's attention output",
@@ -400,55 +311,6 @@ def _brief(label: str) -> str:
 
 # ---- page --------------------------------------------------------------------------------
 
-_STYLE = """
-:root { color-scheme: light dark; --ink:#1a1d21; --soft:#5c6470; --line:#e3e6ea; --paper:#fff;
-  --card:#f6f7f9; --mine:#0072b2; --uniform:#b34a00; }
-@media (prefers-color-scheme: dark) { :root { --ink:#e8eaed; --soft:#a2a9b4; --line:#2c3138;
-  --paper:#16191d; --card:#1d2126; --mine:#56b4e9; --uniform:#ff8c42; } }
-* { box-sizing: border-box; }
-body { margin:0; background:var(--paper); color:var(--ink);
-  font:16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width:1120px; margin:0 auto; padding:32px 20px 56px; }
-h1 { font-size:clamp(1.5rem, 4.5vw, 2.2rem); line-height:1.2; margin:0 0 .5rem; text-wrap:balance; }
-h2 { font-size:1.15rem; margin:2.4rem 0 .7rem; }
-p { max-width:72ch; margin:.5rem 0; }
-.soft { color:var(--soft); }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit, minmax(150px, 1fr)); gap:12px;
-  margin:24px 0 20px; }
-.tile { background:var(--card); border-radius:12px; padding:14px 16px; }
-.tile b { display:block; font-size:1.6rem; line-height:1.2; color:var(--mine);
-  font-variant-numeric:tabular-nums; }
-.tile span { font-size:.86rem; color:var(--soft); overflow-wrap:anywhere; }
-.pictures { display:grid; gap:20px;
-  grid-template-columns:repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
-figure { margin:0; border:1px solid var(--line); border-radius:12px; padding:12px; }
-figure img { display:block; width:100%; height:auto; }
-.box { overflow-x:auto; border:1px solid var(--line); border-radius:12px; }
-table { border-collapse:separate; border-spacing:0; width:100%; font-size:.9rem;
-  font-variant-numeric:tabular-nums; }
-th, td { padding:9px 12px; text-align:right; white-space:nowrap; border-top:1px solid var(--line); }
-thead th { border-top:0; color:var(--soft); font-weight:600; font-size:.82rem;
-  background:var(--card); }
-th:first-child, td:first-child { text-align:left; position:sticky; left:0;
-  background:var(--paper); }
-thead th:first-child { background:var(--card); }
-@media (max-width:640px) { td:first-child { white-space:normal; min-width:9.8rem; }
-  figure { padding:6px; } }
-tr.exact td { font-weight:600; } tr.uniform td { color:var(--uniform); }
-ul { padding-left:1.2rem; max-width:76ch; } li { margin:.3rem 0; }
-code { font:0.9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-"""
-
-
-def _picture(pair: tuple[bytes, bytes], alt: str) -> str:
-    light, dark = (base64.b64encode(content).decode() for content in pair)
-    return (
-        "<figure><picture>"
-        f'<source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
-        f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{light}">'
-        "</picture></figure>"
-    )
-
 
 def _tiles(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     from subquad.arena.demo import ALONE
@@ -459,7 +321,7 @@ def _tiles(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield f"{gain:.0f} ×", f"faster than exact attention over {int(length):,} tokens: {lead}"
     longest = max((n for n in seconds[lead]), key=int)
     yield (
-        _seconds(seconds[lead][longest]),
+        seconds_text(seconds[lead][longest]),
         f"for {int(longest):,} tokens, {result['attention_setting']}",
     )
     rows = [r for r in result["rows"] if r["mechanism"] not in _CONTROLS]
@@ -482,10 +344,6 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
         table_cells,
     )
 
-    tiles = "".join(
-        f'<div class="tile"><b>{html.escape(a)}</b><span>{html.escape(b)}</span></div>'
-        for a, b in _tiles(result)
-    )
     body = "".join(
         f'<tr class="{html.escape(row["mechanism"].partition("(")[0])}">'
         + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
@@ -518,26 +376,18 @@ def _page(result: dict[str, Any], pictures: dict[str, tuple[bytes, bytes]]) -> s
         for line in result["attention"]["left_out"]
     )
     charts = (
-        _picture(pictures["speed"], "Time of one attention call against length: exact and linear")
-        + _picture(pictures["memory"], "Peak memory of one attention call against length")
-        + _picture(pictures["fidelity"], "Cosine to the original embedding for each mechanism")
-        + _picture(pictures["layers"], "Relative error of each layer's attention output")
+        picture(pictures["speed"], "Time of one attention call against length: exact and linear")
+        + picture(pictures["memory"], "Peak memory of one attention call against length")
+        + picture(pictures["fidelity"], "Cosine to the original embedding for each mechanism")
+        + picture(pictures["layers"], "Relative error of each layer's attention output")
     )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>subquad: a real model's attention, swapped</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<main>
-<h1>A real model’s attention, swapped</h1>
+    return document(
+        "subquad: a real model's attention, swapped",
+        f"""<h1>A real model’s attention, swapped</h1>
 <p>The sentence encoder {html.escape(result["model"])} was trained with softmax attention, whose
 cost grows with the square of the length. Here its attention is replaced by mechanisms whose cost
 grows linearly, in one line, with no training. What that costs, and what it saves:</p>
-<div class="tiles">{tiles}</div>
+{tiles(_tiles(result))}
 <div class="pictures">{charts}</div>
 <h2>The swapped model</h2>
 <div class="box" tabindex="0" role="region" aria-label="Table of mechanisms"><table>
@@ -567,8 +417,5 @@ process, less what it held before: libraries, weights and inputs do not count.</
 {left_out}
 <li>{html.escape(result["processor"])}, PyTorch {html.escape(result["torch"])};
 {result["seconds"]:.0f} s in all.</li>
-</ul>
-</main>
-</body>
-</html>
-"""
+</ul>""",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -55,10 +56,11 @@ def minilm_path() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def load_encoder(name: str | Path = "minilm") -> Encoder:
+def load_encoder(name: str | Path = "minilm", *, head: bool = False) -> Encoder:
     """Loads ``"minilm"``, or any transformers model with a tokenizer from a local folder.
 
-    Nothing is fetched from a hub.
+    Nothing is fetched from a hub. With `head`, the model is the class that its config names,
+    such as one for causal language modelling; without, its body alone.
 
     Raises:
         ImportError: transformers or the packaged model is not installed.
@@ -79,7 +81,8 @@ def load_encoder(name: str | Path = "minilm") -> Encoder:
     bar = switch.is_progress_bar_enabled()
     switch.disable_progress_bar()
     try:
-        model = AutoModel.from_pretrained(path, local_files_only=True)
+        kind: Any = _named_class(path) if head else None
+        model = (kind or AutoModel).from_pretrained(path, local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"cannot load a model and its tokenizer from {path}: {error}") from error
@@ -88,6 +91,14 @@ def load_encoder(name: str | Path = "minilm") -> Encoder:
             switch.enable_progress_bar()
     title = "all-MiniLM-L6-v2" if name == "minilm" else path.name
     return Encoder(title, path, model.eval(), tokenizer)
+
+
+def _named_class(path: Path) -> Any:
+    """The transformers class that saved a model, as its config names it; None if unknown."""
+    import transformers
+
+    names = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures")
+    return getattr(transformers, names[0], None) if names else None
 
 
 def packaged_text() -> str:

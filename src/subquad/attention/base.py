@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from subquad.attention.masks import MASK_KINDS, Mask
 from subquad.attention.outside import by_calls
-from subquad.attention.partial import Partial
+from subquad.attention.partial import Partial, combine
 from subquad.errors import (
     DeviceError,
     DtypeError,
@@ -271,7 +271,7 @@ class Mechanism(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[Config]]
     info: ClassVar[Info]
-    state_type: ClassVar[type[State]] = State
+    state_type: type[State] = State
 
     def __init__(
         self,
@@ -368,6 +368,15 @@ class Mechanism(nn.Module, ABC):
         """
         return by_calls(self._partial, q, k, v, mask, scale, window, closed)
 
+    def _parts(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Any
+    ) -> dict[str, list[Partial]]:
+        """Sums over named, disjoint sets of keys that merge to `_attend`; arguments as there.
+
+        An empty dict: the mechanism is one piece, nothing of it can be left out.
+        """
+        return {}
+
     def _prefill_partial(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, key_mask: Tensor | None, scale: Any
     ) -> tuple[Partial, State]:
@@ -444,9 +453,42 @@ class Mechanism(nn.Module, ABC):
             return Partial(sums.new_zeros(*sums.shape, v.shape[-1]), sums, sums)
         with own_precision(q):
             part = self._partial(q, k, v, joined, self._scale(scale))
-        return Partial(
-            *(t.reshape(*lead, *t.shape[1:]) for t in (part.num, part.den, part.log_scale))
-        )
+        return Partial(*(t.reshape(*lead, *t.shape[1:]) for t in _sums(part)))
+
+    def partials(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        *,
+        causal: bool = False,
+        key_mask: KeyMask | None = None,
+        mask: Mask | None = None,
+        scale: float | None = None,
+    ) -> dict[str, Partial]:
+        """The sums of a hybrid's parts by name, such as near, heavy and far; empty if it has none.
+
+        They merge to the output of a call with these arguments, and without one of them to
+        what that part's absence would give: an ablation. Runs as in evaluation.
+
+        Example:
+            >>> import torch, subquad as sq
+            >>> q, k, v = (torch.randn(1, 2, 99, 8) for _ in range(3))
+            >>> mech = sq.build("near_far(window=8)", head_dim=8, num_heads=2)
+            >>> parts = mech.partials(q, k, v)
+            >>> bool((sq.merge(parts.values()) - mech(q, k, v)).abs().max() < 1e-5)
+            True
+            >>> without_far = sq.merge(part for name, part in parts.items() if name != "far")
+        """
+        joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
+        q, k, v, joined, lead = self._check(q, k, v, joined)
+        with looking(self), own_precision(q):
+            groups = self._parts(q, k, v, joined, self._scale(scale))
+        merged = {name: combine(group) for name, group in groups.items() if group}
+        return {
+            name: Partial(*(t.reshape(*lead, *t.shape[1:]) for t in _sums(part)))
+            for name, part in merged.items()
+        }
 
     def prefill(
         self,
@@ -541,6 +583,11 @@ class Mechanism(nn.Module, ABC):
         identity = identity.expand(*k.shape[:2], -1, -1)
         out = self._checked(q, k, identity, joined, scale, lead)
         return out if rows is None else out[..., torch.as_tensor(rows, device=out.device), :]
+
+    @classmethod
+    def calibrates_for(cls, config: Any) -> bool:
+        """Whether these options take statistics from data, by ``calibrate(q, k)``."""
+        return False
 
     @classmethod
     def least_heads(cls, config: Any) -> int:
@@ -697,6 +744,10 @@ def looking(mechanism: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _sums(part: Partial) -> tuple[Tensor, Tensor, Tensor]:
+    return part.num, part.den, part.log_scale
 
 
 def _one_row(t: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from subquad.errors import DeviceError, DtypeError, OptionError, ShapeError
 
-__all__ = ["MASK_KINDS", "Mask"]
+__all__ = ["MASK_KINDS", "Mask", "recognised"]
 
 MASK_KINDS = ("causal", "key", "prefix", "segments", "window", "dense")
 """The kinds of mask, in the order in which capabilities list them."""
@@ -232,6 +232,27 @@ class Mask:
             if isinstance(part, Tensor):
                 return part.device
         return torch.device("cpu")
+
+
+def recognised(tensor: Tensor) -> Mask:
+    """An explicit (B, H or 1, L, S) mask as causal and key parts if it is no more than that.
+
+    Bool with True = attend, or floats added to the logits, of which those below half the
+    dtype's least count as closed. Reads the values: O(B·L·S) time.
+    """
+    opened = tensor
+    if tensor.dtype != torch.bool:
+        closed = tensor <= torch.finfo(tensor.dtype).min / 2
+        if not bool((closed | (tensor == 0)).all()):
+            return Mask(dense=tensor)
+        opened = ~closed
+    if opened.shape[1] == 1:
+        key = opened[:, 0, -1]  # the last query sees every key that any query sees
+        for causal in (False, True):
+            plain = Mask(causal=causal, key=key)
+            if torch.equal(plain.to_dense(*opened.shape[2:]).expand_as(opened[:, 0]), opened[:, 0]):
+                return plain if not bool(key.all()) else Mask(causal=causal)
+    return Mask(dense=opened)
 
 
 def _need_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

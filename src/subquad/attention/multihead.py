@@ -93,6 +93,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         (torch.Size([2, 7, 32]), None)
     """
 
+    _slot = "mechanism"  # name of the submodule
+
     def __init__(
         self,
         embed_dim: int,
@@ -235,7 +237,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             # the returned matrix is the one that was applied, with its dropped entries
             heads = weights @ self._repeated(v, mask).to(weights.dtype)
         else:
-            heads = self.mechanism(q, k, v, mask=mask)
+            heads = self._attend(q, k, v, mask)
         out = self.out_proj(heads.transpose(1, 2).flatten(2).to(q.dtype))
         if weights is not None:
             weights = weights.roll(keys - k.shape[2], -1)  # appended keys last
@@ -243,6 +245,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return self.mechanism(q, k, v, mask=mask)
 
     # ---- projections ---------------------------------------------------------------------
 
@@ -451,7 +456,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        own = self.mechanism.state_dict(prefix=prefix + "mechanism.")
+        own = self.mechanism.state_dict(prefix=f"{prefix}{self._slot}.")
         if own and not any(name in state_dict for name in own):
             if any(tensor.is_meta for tensor in own.values()):
                 own = self._drawn(state_dict, prefix)
@@ -462,7 +467,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The mechanism's tensors, drawn from the seed where the loaded weights live."""
         loaded = state_dict.get(prefix + "out_proj.weight", torch.empty(0))
         fresh = registry.build(**self._build, device=loaded.device, dtype=loaded.dtype)
-        return fresh.state_dict(prefix=prefix + "mechanism.")
+        return fresh.state_dict(prefix=f"{prefix}{self._slot}.")
 
 
 def _check_sizes(

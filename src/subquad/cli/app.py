@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import subquad
-from subquad.cli import bench, compare, demo, describe, picture
+from subquad.cli import bench, compare, convert, demo, describe, picture, suggest
 from subquad.cli import list as list_verb
 from subquad.cli.common import ErrorGroup
 
@@ -42,6 +42,6 @@ def _options(
     """Options of the command itself."""
 
 
-for verb in (list_verb, describe, picture, demo, compare):
+for verb in (list_verb, describe, picture, demo, convert, compare, suggest):
     verb.add(app)
 app.add_typer(bench.app, name="bench")

@@ -75,7 +75,7 @@ def conversion(
     quick: _Quick = False,
     as_json: Json = False,
 ) -> None:
-    """What real trained models keep when their attention is swapped."""
+    """What real trained models keep when their attention is swapped; see `make models texts`."""
     from subquad.arena import conversion as studies
     from subquad.arena.machine import machine
     from subquad.arena.zoo import Zoo

@@ -1,4 +1,4 @@
-"""``subquad list``: the registered mechanisms."""
+"""``subquad list``: the registered mechanisms, or the models that can be converted."""
 
 from __future__ import annotations
 
@@ -44,9 +44,18 @@ def _list(
     approximates: Annotated[
         str | None, typer.Option(help="What it approximates, such as softmax.")
     ] = None,
+    models: Annotated[
+        bool, typer.Option("--models", help="The architectures of transformers, and how reached.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the registered mechanisms and what they can do."""
+    """List the registered mechanisms and what they can do, or with --models what they convert."""
+    if models:
+        asked = (causal, cross, gqa, key_mask, state, approximates)
+        if any(value is not None for value in asked):
+            raise OptionError("--models lists architectures: it takes no filter of mechanisms")
+        _models(as_json)
+        return
     if state is not None and state not in _STATES:
         raise OptionError(f"--state {state}: choose one of {', '.join(_STATES)}")
     wanted: bool | str | None = {"yes": True, "no": False}.get(state or "", state)
@@ -78,3 +87,30 @@ def _list(
     console.print(table)
     if not found:
         console.print("no registered mechanism has all of that")
+
+
+def _models(as_json: bool) -> None:
+    from subquad.convert import coverage
+
+    found = coverage()
+    if as_json:
+        write_json([one.to_dict() for one in found])
+        return
+    table = Table()
+    for column in ("model", "reached"):
+        table.add_column(column, no_wrap=True)
+    for column in ("what it has", "attention classes"):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        missed = f"[dim]not: {', '.join(one.missed)}[/dim]" if one.missed else ""
+        table.add_row(
+            f"[bold]{one.name}[/bold]",
+            one.reached,
+            ", ".join(one.features),
+            "; ".join(filter(None, (", ".join(one.classes), missed, one.reason))),
+        )
+    console = consoles(False)
+    console.print(table)
+    ways = [one.reached for one in found]
+    counts = ", ".join(f"{ways.count(way)} {way}" for way in dict.fromkeys(ways))
+    console.print(f"{len(found)} architectures with attention: {counts}")

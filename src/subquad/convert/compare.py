@@ -6,65 +6,102 @@ import contextlib
 import dataclasses
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from subquad.attention.masks import Mask
 from subquad.convert import routing
+from subquad.convert.cost import LengthCost, alternate, peak, timed
+from subquad.convert.inputs import (
+    Call,
+    at_length,
+    batches,
+    encoder_decoder,
+    evaluating,
+    longest,
+)
+from subquad.convert.metrics import OutputComparison, Outputs
+from subquad.convert.probe import (
+    AttentionPicture,
+    Errors,
+    LayerComparison,
+    PartComparison,
+    Pictures,
+    uniform_attention,
+    uniformly,
+)
+from subquad.convert.saving import remember
 from subquad.convert.swap import _configs, converted_layers, need_transformers
-from subquad.errors import OptionError, ShapeError
+from subquad.errors import OptionError, UnknownNameError, nearest
 
-__all__ = ["Comparison", "LayerComparison", "compare"]
+__all__ = [
+    "AttentionPicture",
+    "Comparison",
+    "LayerComparison",
+    "LengthCost",
+    "OutputComparison",
+    "PartComparison",
+    "compare",
+    "layer_errors",
+    "uniform_attention",
+]
 
-
-@dataclass(frozen=True)
-class LayerComparison:
-    """Error of one converted layer's attention output, on the exact run's q, k, v.
-
-    Args:
-        name: the attention module's name.
-        error: ‖o − o*‖ / ‖o*‖ over all rows, heads and unmasked positions; o* is exact.
-        uniform_error: the same for uniform attention, the mean of all values that a query may
-            read: the line to beat. Above it, a mechanism is worse than not looking at q and k.
-    """
-
-    name: str
-    error: float
-    uniform_error: float
+_PATIENCE = 60.0
+"""Seconds; a length at which a call would take longer is left out of the timing."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparison:
     """How far a model's outputs are from those of its exact self; `print` it.
 
     Args:
-        mechanism: of the converted layers, or None when two objects were compared.
-        layers: one entry for each converted layer, in the order of the model.
-        cosines: for each row, the cosine between both final hidden states, each averaged over
-            unmasked positions.
-        max_abs: largest absolute difference of the final hidden states, unmasked positions.
-        seconds_exact, seconds: median time of a forward call, exact (or a), converted (or b).
-        rows, length: shape of what was compared.
+        mechanism: of the converted layers, several joined by " | "; None when two objects
+            were compared.
+        model: name of the model's class.
+        layers: one entry for each converted layer that was called, in the order of the model.
+        output: the outputs, end to end, in the metrics of the model's kind.
+        uniform_output: the same with uniform attention in the converted layers: the line to
+            beat; None when two objects were compared.
+        seconds_exact, seconds: median time of a forward call with the first batch, exact
+            (or a), converted (or b), in turn.
+        rows: of all batches.
+        length: positions of the longest batch.
+        costs: time and memory at each of the lengths asked for.
+        pictures: exact and implied attention of some heads.
+        notes: what to know: layers that were not called, what was left out and why.
     """
 
     mechanism: str | None
+    model: str
     layers: tuple[LayerComparison, ...]
-    cosines: tuple[float, ...]
-    max_abs: float
+    output: OutputComparison
     seconds_exact: float
     seconds: float
     rows: int
     length: int
+    uniform_output: OutputComparison | None = None
+    costs: tuple[LengthCost, ...] = ()
+    pictures: tuple[AttentionPicture, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cosines(self) -> tuple[float, ...]:
+        """`OutputComparison.cosines`."""
+        return self.output.cosines
 
     @property
     def cosine(self) -> float:
         """Mean of `cosines`."""
-        return statistics.fmean(self.cosines)
+        return self.output.cosine
+
+    @property
+    def max_abs(self) -> float:
+        """`OutputComparison.max_abs`."""
+        return self.output.max_abs
 
     @property
     def error(self) -> float:
@@ -76,37 +113,161 @@ class Comparison:
         """Mean over layers of `LayerComparison.uniform_error`; NaN without layers."""
         return statistics.fmean(x.uniform_error for x in self.layers) if self.layers else math.nan
 
+    @property
+    def worse_heads(self) -> tuple[tuple[str, int], ...]:
+        """(layer, head) of the heads that are further from exact than uniform attention is."""
+        return tuple(
+            (layer.name, head)
+            for layer in self.layers
+            for head, (own, uniform) in enumerate(
+                zip(layer.heads, layer.uniform_heads, strict=True)
+            )
+            if own > uniform
+        )
+
+    @property
+    def parts(self) -> tuple[PartComparison, ...]:
+        """Each part of a hybrid, the mean over the layers that have it."""
+        named: dict[str, list[PartComparison]] = {}
+        for layer in self.layers:
+            for part in layer.parts:
+                named.setdefault(part.name, []).append(part)
+        return tuple(
+            PartComparison(
+                name,
+                statistics.fmean(part.share for part in found),
+                statistics.fmean(part.error for part in found),
+                statistics.fmean(part.error_without for part in found),
+            )
+            for name, found in named.items()
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        values = dataclasses.asdict(self)
-        values["layers"] = [dataclasses.asdict(layer) for layer in self.layers]
-        values["cosines"] = list(self.cosines)
-        values["cosine"] = self.cosine
-        values["error"] = self.error if self.layers else None
-        values["uniform_error"] = self.uniform_error if self.layers else None
-        return values
+        """Plain values, for JSON; pictures by name, without their matrices.
+
+        Numbers that JSON has no form for, infinite ones, are None.
+        """
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("layers", "output", "uniform_output", "costs", "pictures")
+        }
+        values |= {
+            "layers": [dataclasses.asdict(layer) for layer in self.layers],
+            "output": self.output.to_dict(),
+            "uniform_output": self.uniform_output and self.uniform_output.to_dict(),
+            "costs": [dataclasses.asdict(cost) for cost in self.costs],
+            "parts": [{**dataclasses.asdict(part), "verdict": part.verdict} for part in self.parts],
+            "pictures": [
+                {"layer": one.layer, "head": one.head, "error": one.error} for one in self.pictures
+            ],
+            "cosines": list(self.cosines),
+            "cosine": self.cosine,
+            "max_abs": self.max_abs,
+            "error": self.error,
+            "uniform_error": self.uniform_error,
+        }
+        plain: dict[str, Any] = _plain(values)
+        return plain
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers that a model card quotes, plain values; `compare` leaves them on the model.
+
+        ``lines`` holds (metric, value, uniform attention's value) in words, ``parts`` one
+        sentence for each part.
+        """
+        layers = [
+            {"name": x.name, "error": x.error, "uniform_error": x.uniform_error}
+            for x in self.layers
+        ]
+        outputs = [
+            {k: v for k, v in one.to_dict().items() if k != "cosines"}
+            for one in (self.output, self.uniform_output)
+            if one is not None
+        ]
+        plain: dict[str, Any] = _plain(
+            {
+                "mechanism": self.mechanism,
+                "rows": self.rows,
+                "length": self.length,
+                "error": self.error,
+                "uniform_error": self.uniform_error,
+                "output": outputs[0],
+                "uniform_output": outputs[-1] if self.uniform_output else None,
+                "layers": layers,
+                "parts": [str(part) for part in self.parts],
+                "lines": [list(line) for line in self.output.lines(self.uniform_output)],
+            }
+        )
+        return plain
+
+    def save_html(self, path: str | Path) -> Path:
+        """Writes a page that stands alone: numbers, heat map, parts, pictures, costs.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from subquad.convert.report import save_html
+
+        return save_html([self], path)
 
     def __str__(self) -> str:
         first, second = ("exact", self.mechanism) if self.mechanism else ("a", "b")
-        lines = [
-            f"{second} against {first}, {self.rows} × {self.length} tokens",
-            f"  cosine of the averaged final hidden states  {self.cosine:.4f}"
-            + (f" (lowest {min(self.cosines):.4f})" if len(self.cosines) > 1 else ""),
-            f"  largest absolute difference                 {self.max_abs:.3g}",
-            f"  seconds, {first} → {second}: {self.seconds_exact:.4f} → {self.seconds:.4f}"
-            f" ({self.seconds / self.seconds_exact:.2f} ×)",
-        ]
+        shown = list(self.output.lines(self.uniform_output))
+        ratio = f"{self.seconds / self.seconds_exact:.2f} ×"
+        times = f"{self.seconds_exact:.4f} → {self.seconds:.4f} ({ratio})"
+        shown.append(("seconds, exact → converted" if self.layers else "seconds, a → b", times, ""))
+        width = max(len(name) for name, _, _ in shown)
+        lines = [f"{second} against {first}, {self.rows} × {self.length} tokens"]
+        for name, value, uniform in shown:
+            line = f"  {name:<{width}}  {value}"
+            beat = self.uniform_output and uniform
+            lines.append(f"{line}; uniform attention {uniform}" if beat else line)
         if self.layers:
-            width = max(len("mean"), *(len(layer.name) for layer in self.layers))
-            lines += [
-                "  relative error of the attention output, same layer input:",
-                f"    {'layer':<{width}}   error   uniform attention",
-            ]
-            rows = [*self.layers, LayerComparison("mean", self.error, self.uniform_error)]
-            lines += [
-                f"    {x.name:<{width}}   {x.error:5.3f}   {x.uniform_error:5.3f}" for x in rows
-            ]
-        return "\n".join(lines)
+            lines += self._layer_lines()
+        if self.parts:
+            lines.append("  parts, mean over layers:")
+            lines += [f"    {part}" for part in self.parts]
+        if self.costs:
+            lines.append("  one row, exact → converted:")
+            lines += [f"    {_cost_line(cost)}" for cost in self.costs]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def _layer_lines(self) -> Iterator[str]:
+        width = max(len("mean"), *(len(layer.name) for layer in self.layers))
+        yield "  relative error of the attention output, same layer input; the line to beat is"
+        yield "  that of uniform attention, which looks at neither q nor k:"
+        yield f"    {'layer':<{width}}   error ± rows   uniform   worst head"
+        for x in self.layers:
+            worst = max(range(len(x.heads)), key=x.heads.__getitem__)
+            yield (
+                f"    {x.name:<{width}}   {x.error:5.3f} ± {x.spread:5.3f}   {x.uniform_error:5.3f}"
+                f"   {x.heads[worst]:7.3f} (head {worst})"
+            )
+        yield f"    {'mean':<{width}}   {self.error:5.3f}           {self.uniform_error:5.3f}"
+        heads = sum(len(layer.heads) for layer in self.layers)
+        worse = f"{len(self.worse_heads)} of {heads} heads"
+        yield f"    further from exact than uniform attention: {worse}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cost_line(cost: LengthCost) -> str:
+    parts = [f"{cost.length} tokens:"]
+    if cost.seconds is not None:
+        exact = "–" if cost.seconds_exact is None else f"{cost.seconds_exact:.3g}"
+        faster = "" if cost.speedup is None else f" ({cost.speedup:.2f} × as fast)"
+        parts.append(f"{exact} → {cost.seconds:.3g} s{faster},")
+    if cost.mib is not None:
+        exact = "–" if cost.mib_exact is None else f"{cost.mib_exact:.1f}"
+        parts.append(f"{exact} → {cost.mib:.1f} MiB")
+    return " ".join([*parts, *([f"({cost.note})"] if cost.note else [])]).rstrip(",")
 
 
 def compare(
@@ -114,27 +275,57 @@ def compare(
     second: Any,
     inputs: Any = None,
     *,
+    tokenizer: Any = None,
+    batch_size: int = 8,
     repeats: int = 3,
+    ablate: bool = True,
+    lengths: Sequence[int] = (),
+    inputs_at: Callable[[int], Any] | None = None,
+    pictures: int | Sequence[tuple[str | int, int]] = 0,
+    picture_tokens: int = 128,
+    progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Compares a converted model with its exact self, or two models with each other.
 
     ``compare(model, inputs)`` runs the model's own exact attention and its mechanisms in
     turn: the weights are the same and the model is left as it was. Each layer's error is
     measured on the exact run's q, k and v, so errors of earlier layers do not mix in; the
-    hidden states are those of the converted model end to end.
-    ``compare(a, b, inputs)`` compares the outputs of two models or callables.
+    outputs are those of the converted model end to end, in the metrics that its kind calls
+    for: see `OutputComparison`. ``compare(a, b, inputs)`` compares the outputs of two models
+    or callables.
 
-    Runs without gradients, in eval mode, which is put back afterwards. Only unmasked
-    positions count.
+        error = ‖o − o*‖ / ‖o*‖,  for each layer and head, over all rows and unmasked positions
+
+    beside that of uniform attention, the line to beat. For hybrids such as near_far each part
+    is left out in turn: a far field that does nothing is seen, and said.
+
+    Runs without gradients, in eval mode; modes and random generators are put back afterwards.
+    Only unmasked positions count. Without labels a causal model predicts the next tokens; a
+    masked one needs labels for a perplexity. The numbers stay on the model for its model card.
+
+    Cost: for each batch an exact and two converted forward calls (one with uniform attention in
+    place of the mechanisms' outputs), each layer's mechanism once more, and a hybrid's parts.
 
     Args:
         first: a converted model, or the first of two.
         second: inputs of the converted model, or the second of two.
-        inputs: for two objects; a mapping (keyword arguments), a tensor or a tuple.
-        repeats: forward calls that are timed on each side, in turn.
+        inputs: for two objects. A batch is a mapping (keyword arguments), a tensor or a tuple;
+            inputs are one, an iterable of them, or texts.
+        tokenizer: of transformers, for texts.
+        batch_size: texts in a batch.
+        repeats: forward calls that are timed on each side, in turn, with the first batch.
+        ablate: leave out a hybrid's parts in turn.
+        lengths: in tokens; time and peak memory of a forward call of one row, made of the
+            first row's tokens, at each.
+        inputs_at: a function from a length to inputs, where they are not tokens.
+        pictures: exact and implied attention of so many heads, from the least to the largest
+            error; or pairs of a layer (name or index) and a head.
+        picture_tokens: length of their input, the first row's first tokens.
+        progress: is told what is being done.
 
     Raises:
-        OptionError: one model that is not converted.
+        OptionError: one model that is not converted, inputs that are none, texts without a
+            tokenizer, lengths or pictures that do not exist.
         ShapeError: outputs of different shapes.
 
     Example:
@@ -149,171 +340,179 @@ def compare(
     """
     if repeats < 1:
         raise OptionError(f"repeats={repeats} must be ≥ 1")
-    if inputs is None:
-        if not isinstance(first, nn.Module):
-            raise OptionError("compare(model, inputs) needs a converted torch.nn.Module")
-        return _with_itself(first, second, repeats)
-    if not callable(second):
-        raise OptionError("compare(a, b, inputs) needs two models or callables")
-    return _two(first, second, inputs, repeats)
+    if wrong := [n for n in lengths if not isinstance(n, int) or n < 1]:
+        raise OptionError(f"lengths={list(lengths)} must be integers ≥ 1, given {wrong[0]!r}")
+    say = progress or (lambda text: None)
+    if inputs is not None:
+        if not callable(second):
+            raise OptionError("compare(a, b, inputs) needs two models or callables")
+        if lengths or pictures:
+            raise OptionError("lengths= and pictures= are for one converted model, not for two")
+        return _two(first, second, batches(inputs, tokenizer, batch_size), repeats, say)
+    if not isinstance(first, nn.Module):
+        raise OptionError("compare(model, inputs) needs a converted torch.nn.Module")
+    _need_converted(first)
+    return _with_itself(
+        first,
+        batches(second, tokenizer, batch_size),
+        repeats=repeats,
+        ablate=ablate,
+        lengths=lengths,
+        inputs_at=inputs_at,
+        pictures=pictures,
+        picture_tokens=picture_tokens,
+        say=say,
+    )
 
 
-def _with_itself(model: nn.Module, inputs: Any, repeats: int) -> Comparison:
-    layers = layer_errors(model, inputs)
-    with _evaluating(model), torch.no_grad():
-        call = _Call(model, inputs)
-        call()  # the exact run is warm from `layer_errors`
-
-        def exact() -> Tensor:
-            with _implementation(model, "{}"):
-                return call()
-
-        a, b, seconds_exact, seconds = _alternate(exact, call, repeats)
-    some = next(m._modules[routing.SLOT] for _, m in converted_layers(model))
-    mechanism = str(getattr(some, "config", "converted"))
-    return _result(mechanism, layers, a, b, seconds_exact, seconds, inputs)
-
-
-def layer_errors(model: nn.Module, inputs: Any) -> tuple[LayerComparison, ...]:
-    """Errors of a converted model's layers during one exact forward call.
+def layer_errors(
+    model: nn.Module, inputs: Any, *, ablate: bool = False
+) -> tuple[LayerComparison, ...]:
+    """Errors of a converted model's layers during exact forward calls.
 
     Raises:
         OptionError: if the model is not converted.
     """
-    names = [name for name, _ in converted_layers(model)]
-    if not names:
+    _need_converted(model)
+    watch = Errors(model, ablate)
+    with evaluating(model), _probing(model, watch):
+        for batch in batches(inputs):
+            watch.inputs = batch
+            Call(model, batch)()
+    return watch.results()
+
+
+def _need_converted(model: nn.Module) -> None:
+    if not converted_layers(model):
         raise OptionError(
             "the model is not converted: call subquad.convert(model, ...) first, or compare "
             "two models with compare(a, b, inputs)"
         )
-    need_transformers()
-    watch = _Watch(model, inputs)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(_implementation(model, "subquad_{}_probe"))
-        stack.enter_context(routing.probing(watch))
-        _Call(model, inputs)()
-    return watch.results(names)
+    if any(not isinstance(config, routing.Switch) for config in _configs(model)):
+        need_transformers()
 
 
-def _two(a: Callable[..., Any], b: Callable[..., Any], inputs: Any, repeats: int) -> Comparison:
-    with contextlib.ExitStack() as stack:
-        for side in (a, b):
-            if isinstance(side, nn.Module):
-                stack.enter_context(_evaluating(side))
-        stack.enter_context(torch.no_grad())
-        first, second = _Call(a, inputs), _Call(b, inputs)
-        first(), second()
-        x, y, seconds_a, seconds_b = _alternate(first, second, repeats)
-    return _result(None, (), x, y, seconds_a, seconds_b, inputs)
-
-
-def _result(
-    mechanism: str | None,
-    layers: tuple[LayerComparison, ...],
-    a: Tensor,
-    b: Tensor,
-    seconds_a: float,
-    seconds_b: float,
-    inputs: Any,
+def _with_itself(
+    model: nn.Module,
+    stream: Iterable[Any],
+    *,
+    repeats: int,
+    ablate: bool,
+    lengths: Sequence[int],
+    inputs_at: Callable[[int], Any] | None,
+    pictures: int | Sequence[tuple[str | int, int]],
+    picture_tokens: int,
+    say: Callable[[str], None],
 ) -> Comparison:
-    if a.shape != b.shape:
-        raise ShapeError(f"outputs differ in shape: {tuple(a.shape)} and {tuple(b.shape)}")
-    a, b = (
-        t.double().reshape(t.shape[0], -1, t.shape[-1])
-        if t.dim() > 1
-        else t.double()[:, None, None]
-        for t in (a, b)
-    )
-    mask = _position_mask(inputs, a.shape[0], a.shape[1], decoder=True)
-    keep = torch.ones(a.shape[:2], dtype=torch.bool) if mask is None else mask
-    keep = keep.to(a.device)
-    cosines = nn.functional.cosine_similarity(_pool(a, keep), _pool(b, keep), dim=-1)
-    worst = (a - b).abs().masked_fill(~keep[..., None], 0).max()
-    return Comparison(
-        mechanism=mechanism,
+    _check_pictures(model, pictures)
+    watch, outputs, uniforms = Errors(model, ablate), Outputs(model), Outputs(model)
+    device = _device(model)
+    some: Any = None
+    with evaluating(model):
+        for index, batch in enumerate(stream):
+            say(f"batch {index + 1}: exact and converted")
+            watch.inputs = batch
+            call = Call(model, batch)
+            with _probing(model, watch):
+                exact = call()
+            outputs.add(batch, exact, call())
+            with uniformly(model):
+                uniforms.add(batch, exact, call())
+            if some is None:
+                some = batch
+                if lengths and inputs_at is None:  # say now what cannot be done
+                    at_length(some, max(lengths), pair=encoder_decoder(model))
+        say("time")
+        call = Call(model, some)
+        before, after = alternate(_exactly(model, call), call, repeats, device)
+        costs: list[LengthCost] = []
+        for length in lengths:
+            say(f"time and memory of {length} tokens")
+            costs.append(_cost(model, some, length, inputs_at, repeats, device, costs))
+        layers = watch.results()
+        drawn = _pictures(model, some, layers, pictures, picture_tokens, say)
+    notes = [f"{name} was not called" for name in watch.not_called()] + drawn.missing
+    output = outputs.result()
+    comparison = Comparison(
+        mechanism=_mechanism(model),
+        model=type(model).__name__,
         layers=layers,
-        cosines=tuple(float(x) for x in cosines),
-        max_abs=float(worst),
-        seconds_exact=seconds_a,
-        seconds=seconds_b,
-        rows=a.shape[0],
-        length=a.shape[1],
+        output=output,
+        seconds_exact=before,
+        seconds=after,
+        rows=output.rows,
+        length=outputs.length,
+        uniform_output=uniforms.result(),
+        costs=tuple(costs),
+        pictures=tuple(drawn.found),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+    remember(model, comparison.summary())
+    return comparison
+
+
+def _two(
+    a: Callable[..., Any],
+    b: Callable[..., Any],
+    stream: Iterable[Any],
+    repeats: int,
+    say: Callable[[str], None],
+) -> Comparison:
+    outputs = Outputs(a)
+    some: Any = None
+    with evaluating(a, b):
+        for index, batch in enumerate(stream):
+            say(f"batch {index + 1}: both")
+            outputs.add(batch, Call(a, batch)(), Call(b, batch)())
+            some = batch if some is None else some
+        say("time")
+        before, after = alternate(Call(a, some), Call(b, some), repeats, _device(a))
+    output = outputs.result()
+    return Comparison(
+        mechanism=None,
+        model=f"{_name(a)}, {_name(b)}",
+        layers=(),
+        output=output,
+        seconds_exact=before,
+        seconds=after,
+        rows=output.rows,
+        length=outputs.length,
     )
 
 
-def _pool(hidden: Tensor, keep: Tensor) -> Tensor:
-    weights = keep[..., None].to(hidden.dtype)
-    return (hidden.masked_fill(~keep[..., None], 0)).sum(1) / weights.sum(1).clamp(min=1)
+def _name(one: Any) -> str:
+    return str(getattr(one, "__name__", type(one).__name__))
 
 
-def _alternate(
-    first: Callable[[], Tensor], second: Callable[[], Tensor], repeats: int
-) -> tuple[Tensor, Tensor, float, float]:
-    """Both results, and the median seconds of each, called in turn."""
-    times: tuple[list[float], list[float]] = ([], [])
-    results: list[Tensor] = []
-    for _ in range(repeats):
-        results = []
-        for side, run in enumerate((first, second)):
-            start = time.perf_counter()
-            results.append(run())
-            if results[-1].is_cuda:
-                torch.cuda.synchronize(results[-1].device)
-            times[side].append(time.perf_counter() - start)
-    return results[0], results[1], statistics.median(times[0]), statistics.median(times[1])
+def _mechanism(model: nn.Module) -> str:
+    found = (layer._modules[routing.SLOT] for _, layer in converted_layers(model))
+    specs = (str(getattr(one, "config", None) or getattr(one, "spec", "")) for one in found)
+    return " | ".join(dict.fromkeys(specs))
 
 
-# ---- running a model ---------------------------------------------------------------------
+def _device(model: Any) -> torch.device:
+    parameters = model.parameters() if isinstance(model, nn.Module) else iter(())
+    return next((p.device for p in parameters), torch.device("cpu"))
 
 
-class _Call:
-    """Calls a model with the inputs and returns its final hidden states."""
-
-    def __init__(self, model: Callable[..., Any], inputs: Any) -> None:
-        self.model = model
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
-        if isinstance(inputs, Mapping):
-            self.kwargs = dict(inputs)
-        else:
-            self.args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        # Heads give logits only; the body below them gives last_hidden_state by itself.
-        base = getattr(model, "base_model", model)
-        if base is not model and hasattr(model, "config"):
-            self.kwargs.setdefault("output_hidden_states", True)
-
-    def __call__(self) -> Tensor:
-        return _hidden(self.model(*self.args, **self.kwargs))
+# ---- the exact path ----------------------------------------------------------------------
 
 
-def _hidden(output: Any) -> Tensor:
-    for name in ("last_hidden_state", "decoder_hidden_states", "hidden_states", "logits"):
-        value = getattr(output, name, None)
-        if isinstance(value, tuple) and value:
-            value = value[-1]
-        if isinstance(value, Tensor):
-            return value
-    if isinstance(output, tuple | list) and output:
-        output = output[0]
-    if not isinstance(output, Tensor):
-        raise OptionError(
-            "the model must return a tensor, a tuple that starts with one, or a transformers "
-            f"output with hidden states or logits, given {type(output).__name__}"
-        )
-    return output
+def _exactly(model: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call, with the model's own exact attention."""
+
+    def run() -> Any:
+        with _implementation(model, "{}"):
+            return call()
+
+    return run
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+def _probing(model: nn.Module, watch: Callable[..., None]) -> Iterator[None]:
+    """Within, the model runs exactly and shows every converted layer's call to `watch`."""
+    with _implementation(model, "subquad_{}_probe"), routing.probing(watch):
         yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager
@@ -332,91 +531,129 @@ def _implementation(model: nn.Module, pattern: str) -> Iterator[None]:
             config._attn_implementation_internal = name
 
 
-# ---- errors of layers --------------------------------------------------------------------
+# ---- lengths -----------------------------------------------------------------------------
 
 
-def _position_mask(inputs: Any, rows: int, length: int, *, decoder: bool) -> Tensor | None:
-    """The (B, L) mask among the inputs that has this shape; decoders look for theirs first."""
-    if not isinstance(inputs, Mapping):
-        return None
-    names = ("decoder_attention_mask", "attention_mask") if decoder else ("attention_mask",)
-    if decoder and (
-        inputs.get("decoder_input_ids") is not None or inputs.get("labels") is not None
-    ):
-        is_text = inputs.get("decoder_input_ids", inputs.get("labels"))
-        if isinstance(is_text, Tensor) and tuple(is_text.shape) == (rows, length):
-            names = ("decoder_attention_mask",)
-    for name in names:
-        mask = inputs.get(name)
-        if isinstance(mask, Tensor) and tuple(mask.shape) == (rows, length):
-            return mask.bool()
-    return None
-
-
-class _Watch:
-    """Collects squared errors of every converted layer during the exact run."""
-
-    def __init__(self, model: nn.Module, inputs: Any) -> None:
-        self.names = {id(module): name for name, module in converted_layers(model)}
-        self.encoder_decoder = any(
-            bool(getattr(config, "is_encoder_decoder", False)) for config in _configs(model)
+def _cost(
+    model: nn.Module,
+    some: Any,
+    length: int,
+    inputs_at: Callable[[int], Any] | None,
+    repeats: int,
+    device: torch.device,
+    before: Sequence[LengthCost],
+) -> LengthCost:
+    limit = longest(model)
+    if limit is not None and length > limit:
+        return LengthCost(length, note=f"the model holds positions for {limit} tokens")
+    make = inputs_at or (lambda n: at_length(some, n, pair=encoder_decoder(model)))
+    calls = {n: Call(model, make(n)) for n in (min(length, 64), length)}
+    warm, call = calls[min(length, 64)], calls[length]
+    sides: dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
+    sides = {"exact": (_exactly(model, warm), _exactly(model, call)), "converted": (warm, call)}
+    skipped = []
+    for side in list(sides):
+        past = [(c.length, c.seconds_exact if side == "exact" else c.seconds) for c in before]
+        # Time grows with the square of the length at most.
+        ahead = max((s * (length / n) ** 2 for n, s in past if s and n <= length), default=0.0)
+        gone = any(n < length and s is None for n, s in past)
+        if ahead > _PATIENCE or gone:
+            skipped.append(f"{side} left out: a call would take more than {_PATIENCE:g} s")
+            del sides[side]
+    seconds: dict[str, float] = {}
+    mib: dict[str, float | None] = {}
+    if len(sides) == 2:
+        for run, _ in sides.values():
+            run()
+        seconds["exact"], seconds["converted"] = alternate(
+            sides["exact"][1], sides["converted"][1], repeats, device
         )
-        self.inputs = inputs
-        self.sums: dict[str, list[float]] = {}
-
-    def __call__(
-        self,
-        layer: nn.Module,
-        run: Callable[[], Tensor],
-        exact: Tensor,
-        v: Tensor,
-        mask: Mask,
-        stop: int | None,
-    ) -> None:
-        name = self.names[id(layer)]
-        out = run()
-        uniform = uniform_attention(v if stop is None else v[:, :, :stop], exact.shape, mask)
-        # Within an encoder–decoder, only modules of the decoder have the decoder's positions.
-        decoder = self.encoder_decoder and "decoder" in name.split(".")
-        keep = _position_mask(self.inputs, exact.shape[0], exact.shape[2], decoder=decoder)
-        if keep is not None:
-            closed = ~keep[:, None, :, None]
-            exact, out, uniform = (t.masked_fill(closed, 0) for t in (exact, out, uniform))
-        sums = self.sums.setdefault(name, [0.0, 0.0, 0.0])
-        for place, value in enumerate((exact, out - exact, uniform - exact)):
-            sums[place] += float(value.double().square().sum())
-
-    def results(self, names: list[str]) -> tuple[LayerComparison, ...]:
-        rows = []
-        for name in names:
-            if name in self.sums:
-                total, error, uniform = self.sums[name]
-                total = total or math.nan
-                rows.append(
-                    LayerComparison(name, math.sqrt(error / total), math.sqrt(uniform / total))
-                )
-        return tuple(rows)
+    for side, (run, whole) in sides.items():
+        if side not in seconds:
+            run()
+            seconds[side] = statistics.median(timed(whole, device) for _ in range(repeats))
+        mib[side] = peak(run, whole, device)
+    return LengthCost(
+        length,
+        seconds_exact=seconds.get("exact"),
+        seconds=seconds.get("converted"),
+        mib_exact=mib.get("exact"),
+        mib=mib.get("converted"),
+        note="; ".join(skipped),
+    )
 
 
-def uniform_attention(v: Tensor, shape: tuple[int, ...], mask: Mask) -> Tensor:
-    """The mean of all values that each query may read, (B, H, L, V); O(S) time and memory.
+# ---- pictures ----------------------------------------------------------------------------
 
-    For causal, key and explicit masks: the line that every approximation has to beat.
-    """
-    heads, queries = shape[1], shape[2]
-    v = v.float() if v.dtype in (torch.float16, torch.bfloat16) else v
-    v = v.repeat_interleave(heads // v.shape[1], 1)
-    if mask.dense is not None:
-        opened = mask.to_dense(queries, v.shape[2], v.device)
-        opened = (opened if opened.dim() == 4 else opened.expand(1, 1, *opened.shape[-2:])).to(
-            v.dtype
+
+def _check_pictures(model: nn.Module, pictures: int | Sequence[tuple[str | int, int]]) -> None:
+    if isinstance(pictures, int):
+        if pictures < 0:
+            raise OptionError(f"pictures={pictures} must be ≥ 0")
+        return
+    layers = dict(converted_layers(model))
+    names = list(layers)
+    for layer, head in pictures:
+        if isinstance(layer, int) and not -len(names) <= layer < len(names):
+            raise OptionError(f"pictures: layer {layer} of {len(names)} converted layers")
+        if isinstance(layer, str) and layer not in names:
+            raise UnknownNameError(
+                f"pictures: {layer!r} is no converted layer{nearest(layer, names)}"
+            )
+        name = names[layer] if isinstance(layer, int) else layer
+        heads = getattr(layers[name]._modules[routing.SLOT], "num_heads", None)
+        _check_head(name, head, heads)
+
+
+def _check_head(name: str, head: int, heads: int | None) -> None:
+    """`heads` is None where the first call has yet to show how many there are."""
+    if head < 0 or (heads is not None and head >= heads):
+        raise OptionError(f"pictures: head {head} of {heads} in {name}")
+
+
+def _pictures(
+    model: nn.Module,
+    some: Any,
+    layers: Sequence[LayerComparison],
+    pictures: int | Sequence[tuple[str | int, int]],
+    tokens: int,
+    say: Callable[[str], None],
+) -> Pictures:
+    wanted = list(_wanted(model, layers, pictures))
+    watch = Pictures(model, wanted)
+    if wanted:
+        say("pictures")
+        try:
+            short = at_length(some, tokens, pair=encoder_decoder(model), repeat=False)
+        except OptionError:  # no tokens: images keep their size
+            short = some
+        with _probing(model, watch):
+            Call(model, short)()
+    return watch
+
+
+def _wanted(
+    model: nn.Module,
+    layers: Sequence[LayerComparison],
+    pictures: int | Sequence[tuple[str | int, int]],
+) -> Iterator[tuple[str, int, float]]:
+    """(layer, head, error) of the heads to draw."""
+    if isinstance(pictures, int):
+        heads = sorted(
+            ((x.name, head, error) for x in layers for head, error in enumerate(x.heads)),
+            key=lambda one: one[2],
         )
-        return opened @ v / opened.sum(-1, keepdim=True).clamp(min=1)
-    keep = v.new_ones(v.shape[0], v.shape[2]) if mask.key is None else mask.key.to(v.dtype)
-    keep = keep[:, None, :, None]
-    v = v.masked_fill(keep == 0, 0)
-    if mask.causal:
-        total, count = v.cumsum(2)[:, :, -queries:], keep.cumsum(2)[:, :, -queries:]
-    else:
-        total, count = v.sum(2, keepdim=True), keep.sum(2, keepdim=True)
-    return (total / count.clamp(min=1)).expand(shape[0], heads, queries, -1)
+        count = min(pictures, len(heads))
+        last = len(heads) - 1
+        places = [round(i * last / max(count - 1, 1)) if count > 1 else last for i in range(count)]
+        yield from (heads[place] for place in places)
+        return
+    names = [name for name, _ in converted_layers(model)]
+    found = {x.name: x for x in layers}
+    for layer, head in pictures:
+        name = names[layer] if isinstance(layer, int) else layer
+        if name not in found:
+            continue  # it was not called: a note says so
+        errors = found[name].heads
+        _check_head(name, head, len(errors))
+        yield name, head, errors[head]

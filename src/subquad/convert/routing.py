@@ -13,7 +13,8 @@ name                mask                                 attention
 ==================  ===================================  =====================================
 
 A layer is converted when it has a submodule named `SLOT`. The name alone says what was there
-before, so reverting needs no record.
+before, so reverting needs no record. Modules that do not route follow the same names, in the
+config around them or in a `Switch`, and come in by `attend`: see `subquad.convert.adapters`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,30 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Mechanism
-from subquad.attention.masks import Mask
+from subquad.attention.base import Absent, Mechanism
+from subquad.attention.masks import Mask, recognised
 from subquad.errors import ShapeError, UnsupportedError
 from subquad.registry import build, capable
 
-__all__ = ["ORIGINALS", "SLOT", "Deferred", "original_name", "probing", "register", "routes"]
+__all__ = [
+    "ORIGINALS",
+    "SLOT",
+    "Deferred",
+    "Switch",
+    "attend",
+    "is_exact",
+    "original_name",
+    "probing",
+    "register",
+    "routes",
+]
 
 SLOT = "subquad"
 """Name of the submodule that holds a converted layer's mechanism."""
@@ -44,7 +56,7 @@ SLOT = "subquad"
 ORIGINALS = ("sdpa", "eager")
 """Implementations that can be converted from."""
 
-_ROUTE = re.compile(
+ROUTE = re.compile(
     r"ALL_ATTENTION_FUNCTIONS\s*\.get_interface\(\s*"
     r"(?:self\.)?config\._attn_implementation\s*,\s*(?P<eager>\w+)"
 )
@@ -64,7 +76,7 @@ def _source_of(cls: Hashable) -> str:
             text = inspect.getsource(base)
         except (OSError, TypeError):
             continue
-        if _ROUTE.search(text):
+        if ROUTE.search(text):
             return text
     return ""
 
@@ -80,10 +92,23 @@ def routes(module: nn.Module) -> bool:
 
 def prescaled(module: nn.Module) -> bool:
     """True when the module multiplies its queries by D^-½ itself and then asks for scaling=1."""
-    source = _source(module)
+    return says_prescaled(_source(module), getattr(module, "scaling", None))
+
+
+def says_prescaled(source: str, scaling: float | None = None) -> bool:
+    """`prescaled` of a class by its source, and a module's ``scaling`` where there is one."""
     # The call says scaling=1.0, or passes self.scaling that was set to 1.0.
-    unit = "scaling=1.0" in source or getattr(module, "scaling", None) == 1.0
+    unit = scaling == 1.0 or "scaling=1.0" in source or "self.scaling = 1.0" in source
     return unit and _PRESCALED.search(source) is not None
+
+
+def attends_once(module: nn.Module) -> bool:
+    """True when the keys that a routing module caches serve one attention in each call.
+
+    DiffLlama attends twice, Gemma 3n and Gemma 4 hand keys on to later layers.
+    """
+    source = _source(module)
+    return len(re.findall(r"attention_interface\(", source)) == 1 and "kv_shared" not in source
 
 
 def original_name(implementation: str | None) -> str | None:
@@ -114,27 +139,36 @@ class _Carried:
     """What a mask tensor says, attached to it; a converted layer reads this, not the tensor.
 
     Args:
-        kind: ``"causal"``, ``"bidirectional"``, or what else was asked for, in words.
+        causal: no query reads a later key.
         key: (B, S) bool, or None when no key is masked.
+        window: keys to the left and right, or None where all keys are within.
+        segments: numbers of packed sequences or chunks, (B, L) and (B, S).
+        other: what else was asked for and no `Mask` can say, in words.
         stop: number of leading keys that exist; the rest of a static cache is empty.
     """
 
-    kind: str
-    key: Tensor | None
-    stop: int | None
+    causal: bool
+    key: Tensor | None = None
+    window: tuple[int, int] | None = None
+    segments: tuple[Tensor, Tensor] | None = None
+    other: str | None = None
+    stop: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True where the key mask and the direction say it all."""
+        return self.window is None and self.segments is None and self.other is None
 
 
 def _carried(
+    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: Any,
     kv_offset: int,
     mask_function: Any,
     attention_mask: Tensor | None,
-    local_size: int | None,
 ) -> _Carried:
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
     key = attention_mask
     if key is not None:
         missing = kv_length + kv_offset - key.shape[-1]
@@ -143,13 +177,85 @@ def _carried(
         key = key[:, kv_offset : kv_offset + kv_length].bool()
         if not torch.compiler.is_compiling() and bool(key.all()):
             key = None
+    found = _said(mask_function)
+    if isinstance(found, str):
+        return _Carried(False, key, other=found)
+    causal = found.get("causal", False)
+    stop = int(q_offset) + q_length - kv_offset if causal else kv_length
+    window: tuple[int, int] | None = found.get("window")
+    if window is not None and max(q_length, kv_length) <= window[0] + 1:
+        window = None  # every key is within
+    segments: Tensor | tuple[Tensor, Tensor] | None = found.get("packed")
+    if "chunks" in found:
+        size, padding = found["chunks"]
+        starts = [int(q_offset), kv_offset]
+        lengths = [q_length, kv_length]
+        segments = cast(
+            "tuple[Tensor, Tensor]",
+            tuple(
+                torch.arange(start, start + length, device=padding.device)
+                .sub(padding[:, None])
+                .div(size, rounding_mode="floor")
+                .expand(batch_size, -1)
+                for start, length in zip(starts, lengths, strict=True)
+            ),
+        )
+    elif isinstance(segments, Tensor):  # as many queries as keys: there is no cache then
+        segments = (segments.expand(batch_size, -1),) * 2
+    return _Carried(
+        causal, key, window, segments, stop=stop if causal and stop < kv_length else None
+    )
+
+
+def _said(mask_function: Any) -> dict[str, Any] | str:
+    """The parts of a transformers mask function, or what it is in words.
+
+    Parts are ``causal``, ``window`` (left, right), ``packed`` (B, S) and ``chunks`` (size, left
+    padding). Functions are told by name: the library builds them as closures, and what they
+    close over is all they say. Within a packed sequence positions count up by one, so that
+    remapping positions changes neither the causal part nor a window.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
     if mask_function is bidirectional_mask_function:
-        return _Carried("bidirectional", key, None)
+        return {}
     if mask_function is causal_mask_function:
-        stop = int(q_offset) + q_length - kv_offset
-        return _Carried("causal", key, stop if stop < kv_length else None)
-    words = "a sliding window or chunks" if local_size is not None else "packed or overlaid masks"
-    return _Carried(words, key, None)
+        return {"causal": True}
+    if torch.compiler.is_compiling():  # which cannot read what a function closes over
+        return (
+            "a mask other than causal or bidirectional under torch.compile (transformers "
+            "guesses packed sequences there unless attention_mask= is passed)"
+        )
+    name = str(getattr(mask_function, "__qualname__", mask_function)).partition(".")[0]
+    cells = getattr(mask_function, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells]
+    held = dict(zip(mask_function.__code__.co_freevars, values, strict=True)) if cells else {}
+    if getattr(mask_function, "__module__", "") != "transformers.masking_utils":
+        return f"the model's own mask function {name}"
+    match name:
+        case "and_masks":
+            found: dict[str, Any] = {}
+            for part in held["mask_functions"]:
+                said = _said(part)
+                if isinstance(said, str):
+                    return said
+                if said.keys() & found.keys() - {"causal"}:
+                    return "two windows or packings at once"
+                found |= said
+            return found
+        case "sliding_window_overlay":  # comes with a causal part, which closes the right side
+            return {"window": (held["sliding_window"] - 1, 0)}
+        case "sliding_window_bidirectional_overlay":
+            return {"window": (held["sliding_window"],) * 2}
+        case "packed_sequence_mask_function":
+            return {"packed": held["packed_sequence_mask"].long()}
+        case "remap_positions_for_packed_sequence":
+            return _said(held["mask_function"])
+        case "chunked_overlay":
+            return {"chunks": (held["chunk_size"], held["left_padding"])}
+        case "blockwise_overlay" | "or_masks":
+            return "a mask that opens blocks of later keys"
+    return f"the mask function {name}"
 
 
 def _flat_mask(
@@ -165,14 +271,14 @@ def _flat_mask(
 ) -> Tensor | None:
     """The (B, S) mask, or None where that means the same; O(B·S) memory."""
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
-    carried = _carried(*arguments[1:], attention_mask, options.get("local_size"))
-    plain = carried.kind in ("causal", "bidirectional")
-    skip = options.get(f"allow_is_{carried.kind}_skip", True)
-    if not plain or not skip:  # the model goes on to use the L×S mask itself
+    carried = _carried(*arguments, attention_mask)
+    direction = "causal" if carried.causal else "bidirectional"
+    skip = options.get(f"allow_is_{direction}_skip", True)
+    if carried.other is not None or not skip:  # the model may go on to use the L×S mask itself
         return _mixed_mask(original, *arguments, attention_mask, **options)
     mask = carried.key
     if mask is None:
-        if carried.kind == "bidirectional":
+        if carried.plain and not carried.causal:
             return None
         mask = torch.ones(1, 1, dtype=torch.bool, device=options.get("device", "cpu"))
         mask = mask.expand(batch_size, kv_length)
@@ -206,13 +312,7 @@ def _mixed_mask(
     )
     if mask is not None:
         mask._subquad = _carried(  # type: ignore[attr-defined]  # travels with the tensor
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
-            options.get("local_size"),
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
         )
     return mask
 
@@ -228,12 +328,14 @@ def _read_mask(
     original: str,
     name: str,
     module: nn.Module,
-    tensor: Tensor | None,
+    tensor: Tensor | Mask | None,
     is_causal: bool | None,
     queries: int,
     keys: int,
 ) -> _Reading:
     """What the mask argument of an attention call means for a converted layer."""
+    if isinstance(tensor, Mask):  # adapters may have read it themselves
+        return _Reading(tensor, None)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if tensor is None:
@@ -243,50 +345,48 @@ def _read_mask(
         return _Reading(Mask(causal=causal), queries if causal and queries < keys else None)
     carried: _Carried | None = getattr(tensor, "_subquad", None)
     if carried is not None:
-        if carried.kind not in ("causal", "bidirectional"):
+        if carried.other is not None:
             raise UnsupportedError(
                 name,
-                f"{carried.kind} in {type(module).__name__}",
-                "converted layers take plain causal and bidirectional masks with padding; "
-                "leave such layers out with where=",
+                f"{carried.other} in {type(module).__name__}",
+                "no subquad.Mask can say it; leave such layers out with where= or keep_exact=",
             )
-        key = (
-            carried.key
-            if carried.stop is None or carried.key is None
-            else carried.key[:, : carried.stop]
-        )
-        return _Reading(Mask(causal=carried.kind == "causal", key=key), carried.stop)
+        key, segments = carried.key, carried.segments
+        if carried.stop is not None:
+            key = key if key is None else key[:, : carried.stop]
+            segments = segments and (segments[0], segments[1][:, : carried.stop])
+        mask = Mask(causal=carried.causal, key=key, window=carried.window, segments=segments)
+        return _Reading(mask, carried.stop)
     if tensor.dim() == 2:
         return _Reading(Mask(causal=is_causal, key=tensor[:, -keys:].bool()), None)
     if tensor.dim() != 4:
         raise ShapeError(
             f"attention_mask must be (B, S) or (B, 1, L, S), given {tuple(tensor.shape)}"
         )
-    return _Reading(_explicit(tensor[..., :keys], queries, keys), None)
+    return _Reading(recognised(tensor[..., :keys].expand(-1, -1, queries, -1)), None)
 
 
-def _explicit(tensor: Tensor, queries: int, keys: int) -> Mask:
-    """A (B, H or 1, L or 1, S) mask as causal and key parts if it is no more than that."""
-    opened = tensor
-    if tensor.dtype != torch.bool:
-        closed = tensor <= torch.finfo(tensor.dtype).min / 2
-        if not bool((closed | (tensor == 0)).all()):
-            return Mask(dense=tensor.expand(-1, -1, queries, -1))
-        opened = ~closed
-    if opened.shape[1] == 1:
-        key = opened[:, 0, -1]  # the last query sees every key that any query sees
-        for causal in (False, True):
-            plain = Mask(causal=causal, key=key)
-            if torch.equal(
-                plain.to_dense(queries, keys).expand(-1, queries, -1),
-                opened[:, 0].expand(-1, queries, -1),
-            ):
-                return plain
-    return Mask(dense=opened.expand(-1, -1, queries, -1))
+# ---- states ------------------------------------------------------------------------------
+
+
+def mark(tensor: Tensor, place: Any) -> Tensor:
+    """Attaches the place in a cache that keys or values came through; returns the tensor."""
+    tensor._subquad_place = place  # type: ignore[attr-defined]  # travels with the tensor
+    return tensor
+
+
+def _place_of(*tensors: Tensor) -> Any:
+    """The `StateLayer` that keys or values came through; None where they are all there is."""
+    # Some modules normalise the keys after the cache: the values still say it.
+    return next((p for t in tensors if (p := getattr(t, "_subquad_place", None)) is not None), None)
 
 
 # ---- attention ---------------------------------------------------------------------------
 
+_STRUCTURED = {
+    "window": "the sliding window",
+    "segments": "packed sequences or chunks",
+}
 _FOREIGN = {
     "softcap": "soft-capped logits",
     "s_aux": "attention sinks (s_aux)",
@@ -309,11 +409,32 @@ class Layer:
         name: the module's name inside the model.
         prescaled: queries arrive multiplied by D^-½, with scaling=1.
         shared: see `Shared`.
+        config: the object whose ``_attn_implementation`` says which way the layer takes: the
+            transformers config of the model around it, or a `Switch`.
+        adapter: what reaches the mechanism where the module does not route by itself.
+        caches: ``"causal"`` or ``"cross"`` where a generation cache holds the mechanism's state
+            in place of keys and values; else empty.
+        hook: handle of the hook that puts the state there.
     """
 
     name: str
     prescaled: bool
     shared: Shared
+    config: Any = None
+    adapter: Any = None
+    caches: str = ""
+    hook: Any = None
+
+
+@dataclass(eq=False)
+class Switch:
+    """Holds the implementation's name for modules that follow no transformers config."""
+
+    _attn_implementation_internal: str = "sdpa"
+
+    @property
+    def _attn_implementation(self) -> str:
+        return self._attn_implementation_internal
 
 
 class Deferred(nn.Module):
@@ -350,26 +471,76 @@ class Deferred(nn.Module):
 
 
 def exact_attention(original: str, module: nn.Module) -> Callable[..., Any]:
-    """The attention function that the module had before.
+    """The attention function that the module had before; for an adapted one, plain softmax.
 
     Raises:
         UnsupportedError: if the module's own eager function cannot be found.
     """
+    info = module.__dict__.get("_subquad")
+    if isinstance(info, Layer) and info.adapter is not None:
+        return partial(_softmax, original)
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if original != "eager":
         found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[original]
         return found
-    match = _ROUTE.search(_source(module))
+    match = ROUTE.search(_source(module))
     for base in type(module).__mro__:
         eager = getattr(sys.modules.get(base.__module__), match["eager"] if match else "", None)
         if eager is not None:
             return eager
     raise UnsupportedError(
-        "convert",
-        f"{type(module).__name__} with eager attention",
-        "its eager function was not found",
+        type(module).__name__,
+        "conversion from eager attention",
+        "its eager function was not found; call model.set_attn_implementation('sdpa') first",
     )
+
+
+def _softmax(
+    original: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kw: Any,
+) -> tuple[Tensor, None]:
+    """Exact attention with the mechanisms' reading of masks."""
+    heads = {"head_dim": query.shape[-1], "num_heads": query.shape[1], "num_kv_heads": key.shape[1]}
+    kw.pop("dropout", None)
+    exact = build("softmax", **heads)
+    out = mechanism_attention(original, module, exact, query, key, value, *args, **kw)
+    return out.transpose(1, 2), None
+
+
+def attend(
+    layer: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | Mask | None = None,
+    **options: Any,
+) -> Tensor:
+    """What adapters call: the output (B, H, L, V) of an adapted layer's mechanism.
+
+    While `probing` under a ``_probe`` name it is the exact output, and is shown to watchers.
+    `mask` and `options` (``scaling``, ``dropout``, ``is_causal``, ``position_bias``) mean what
+    they mean in transformers' attention functions; a `Mask` is taken as it is.
+    """
+    name = implementation(layer)
+    function = _probe if name.endswith("_probe") else _attend
+    out, _ = function(original_name(name) or "sdpa", layer, q, k, v, mask, **options)
+    return out.transpose(1, 2)
+
+
+def implementation(layer: nn.Module) -> str:
+    """The present implementation's name of a converted layer; without prefix: exact."""
+    return str(layer.__dict__["_subquad"].config._attn_implementation)
+
+
+def is_exact(layer: nn.Module) -> bool:
+    """True while an adapted layer is to run its own attention."""
+    return original_name(implementation(layer)) is None
 
 
 def mechanism_attention(
@@ -379,7 +550,7 @@ def mechanism_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Mask | None,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **extra: Any,
@@ -393,8 +564,11 @@ def mechanism_attention(
     for argument, words in _FOREIGN.items():
         if extra.get(argument) is not None:
             raise UnsupportedError(
-                name, f"{words} in {type(layer).__name__}", "leave such layers out with where="
+                name,
+                f"{words} in {type(layer).__name__}",
+                "leave such layers out with where= or keep_exact=",
             )
+    place = _place_of(k, v)
     mask, stop = _read_mask(
         original, name, layer, attention_mask, is_causal, q.shape[2], k.shape[2]
     )
@@ -407,6 +581,15 @@ def mechanism_attention(
             "it is neither causal nor bidirectional with padded keys",
             capable("dense"),
         )
+    for kind, words in _STRUCTURED.items():
+        support = getattr(mechanism.capabilities, kind)
+        if kind in mask.kinds() and isinstance(support, Absent):
+            raise UnsupportedError(
+                name,
+                f"{words} in {type(layer).__name__}",
+                f"{support.reason}; leave such layers out with where= or keep_exact=",
+                capable(kind),
+            )
     bias = extra.get("position_bias")
     if bias is not None and bool(bias.any()):
         mask = _with_bias(name, mechanism, layer, mask, bias[..., : k.shape[2]])
@@ -417,23 +600,28 @@ def mechanism_attention(
     if scaling == 1.0 and isinstance(info, Layer) and info.prescaled:
         # Gives q its D^½ back: features see q and k each scaled by D^-¼, not q by D^-½ and k by 1.
         q, scaling = q * q.shape[-1] ** 0.5, q.shape[-1] ** -0.5
+    if place is not None:
+        out: Tensor = place.attend(mechanism, q, k, v, mask, scaling)
+        return out
     return mechanism(q, k, v, mask=mask, scale=scaling)
 
 
 def _with_bias(name: str, mechanism: Mechanism, layer: nn.Module, mask: Mask, bias: Tensor) -> Mask:
     if not mechanism.capabilities.dense:
+        cross = " (cross-attention has no bias: where=lambda name, module: 'EncDec' in name)"
+        hint = cross if "T5" in type(layer).__name__ else ""
         raise UnsupportedError(
             name,
             f"the L×S position bias of {type(layer).__name__}",
-            "its features know q and k only; leave these layers out with where= "
-            "(T5's cross-attention has no bias: where=lambda name, module: 'EncDec' in name)",
+            "it is a function of positions, the mechanism's sums are of q and k; leave such layers "
+            f"out with where= or keep_exact={hint}",
             capable("dense"),
         )
     dense = bias
     if mask.dense is not None:
         opened = mask.dense if mask.dense.dtype == torch.bool else mask.dense > float("-inf")
         dense = bias.masked_fill(~opened, float("-inf"))
-    return Mask(causal=mask.causal, key=mask.key, dense=dense)
+    return replace(mask, dense=dense)
 
 
 def _attend(
@@ -442,7 +630,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Mask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -450,6 +638,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     mechanism = module._modules.get(SLOT)
     if mechanism is None:
+        if (place := _place_of(key, value)) is not None:
+            raise UnsupportedError(
+                type(module).__name__,
+                f"the keys of {place.name}",
+                "that layer keeps a state in their place; convert neither or pass use_cache=False",
+            )
         exact: tuple[Tensor, Tensor | None] = exact_attention(original, module)(
             module,
             query,
@@ -519,7 +713,7 @@ def _probe(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Mask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,

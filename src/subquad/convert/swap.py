@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from subquad.attention.base import Absent, Mechanism
-from subquad.convert import routing
-from subquad.convert.routing import SLOT, Deferred, Layer, Shared
+from subquad.convert import adapters, routing, saving
+from subquad.convert.routing import SLOT, Deferred, Layer, Shared, Switch
 from subquad.errors import OptionError, UnknownNameError, UnsupportedError, nearest
 from subquad.options import Config, Spec
 from subquad.registry import build, capable, resolve
+
+if TYPE_CHECKING:
+    from subquad.convert.calibrate import Budget, Calibration
 
 __all__ = ["ConversionReport", "ConvertedLayer", "convert", "revert"]
 
@@ -38,6 +41,9 @@ class ConvertedLayer:
         seed: of the mechanism's random draws.
         mechanism: the layer's mechanism with its options, in the option grammar.
         use: ``"encoder"``, ``"causal"`` or ``"cross"``, see `subquad.options.Config.for_use`.
+        cache: what generation keeps of past tokens: ``"constant state"``, ``"growing state"``,
+            ``"keys and values"`` (for mechanisms without a state, and for exact ones), or empty
+            for layers that need no cache.
     """
 
     name: str
@@ -51,6 +57,7 @@ class ConvertedLayer:
     seed: int
     mechanism: str = ""
     use: str = "encoder"
+    cache: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class ConversionReport:
         kept: names of attention modules that keep their exact attention.
         replaced: the model had been converted before, and that conversion is gone.
         notes: what to know about this model, one sentence each.
+        calibration: what ``calibrate=`` has seen and chosen.
     """
 
     mechanism: str
@@ -71,6 +79,7 @@ class ConversionReport:
     kept: tuple[str, ...] = ()
     replaced: bool = False
     notes: tuple[str, ...] = ()
+    calibration: Calibration | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -80,11 +89,14 @@ class ConversionReport:
             "kept": list(self.kept),
             "replaced": self.replaced,
             "notes": list(self.notes),
+            "calibration": None if self.calibration is None else self.calibration.to_dict(),
         }
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.kept)
-        lines = [f"{self.mechanism}: {len(self.converted)} of {total} attention layers converted"]
+        # A calibrated layer's own choice stands with its expected error, below.
+        name = self.mechanism if self.calibration is None else self.calibration.mechanism
+        lines = [f"{name}: {len(self.converted)} of {total} attention layers converted"]
         width = max((len(layer.name) for layer in self.converted), default=0)
         for layer in self.converted:
             if layer.heads is None:
@@ -95,10 +107,13 @@ class ConversionReport:
             flags = (", causal" if layer.causal else "") + (
                 ", queries pre-scaled" if layer.prescaled else ""
             )
+            flags += f", caches a {layer.cache}" if layer.cache.endswith("state") else ""
             lines.append(f"  {layer.name:<{width}}  {layer.kind}, {sizes}{flags}")
         if self.kept:
             lines.append(f"  kept exact: {', '.join(self.kept)}")
         lines += [f"  note: {note}" for note in self.notes]
+        if self.calibration is not None:
+            lines += [f"  {line}" for line in self.calibration.lines()]
         return "\n".join(lines)
 
 
@@ -107,46 +122,69 @@ def convert(
     mechanism: str | Spec | Config | Mapping[str, str | Spec | Config] = "near_far",
     *,
     where: Callable[[str, nn.Module], bool] | None = None,
-    keep_exact: Sequence[str] = (),
-    seed: int = 0,
+    keep_exact: int | str | Sequence[str] = (),
+    seed: int | Mapping[str, int] = 0,
+    calibrate: Any = None,
+    tokenizer: Any = None,
+    target_error: float | None = None,
+    budget: Budget | str | None = None,
     **options: Any,
 ) -> ConversionReport:
-    """Swaps the attention of a transformers model for another mechanism, in place.
+    """Swaps the attention inside a model for another mechanism, in place.
 
     Works on models that route through transformers' ``AttentionInterface``, whole or inside
     another module: BERT, GPT-2, Llama, BART, Marian, T5 (cross-attention), ViT, DINOv2,
-    Whisper, ESM and some 340 more. Each converted attention module gets a submodule
-    ``subquad``, the mechanism, built with seed ``seed + index of the layer``; its buffers
-    join the model's ``state_dict``. Weights are not touched. Layers left out by `where` keep
-    their exact mask and output, bit for bit. A second call replaces the first.
+    Whisper, ESM and some 340 more (`subquad.convert.coverage` lists them); by adapters on
+    BLOOM, GPT-J, CodeGen, Falcon, MPNet, RoFormer, RemBERT, Megatron-BERT, TAPAS, FLAVA,
+    VisualBERT and timm's ViT; and on every `torch.nn.MultiheadAttention`, in torch's own layers
+    too. Each converted attention
+    module gets a submodule ``subquad``, the mechanism, built with seed ``seed + index of the
+    layer``; its buffers join the model's ``state_dict``. Weights are not touched. Layers left
+    out by `where` keep their exact mask and output, bit for bit. A second call replaces the
+    first.
 
     Padding masks, caches, grouped key/value heads and cross-attention work as before, as far
-    as the mechanism declares them. Memory: with all layers converted no L×S mask is built.
+    as the mechanism declares them; so do sliding windows, packed sequences and chunks, where
+    it takes them. Memory: with all layers converted no L×S mask is built. A converted
+    `torch.nn.MultiheadAttention` returns no weights unless ``need_weights=True`` is passed.
 
     Attention dropout (in training) is not applied in converted layers: there are no weights to
     drop. It warns once; `ConversionReport.notes` says so beforehand.
 
     Args:
-        model: a transformers model, or a module that contains one.
+        model: a module that contains attention modules as above.
         mechanism: a name, a string with options or a config object; or a mapping from names of
             attention modules to these, which converts the named ones. Options left open are
             filled in for each layer's use (encoder, causal, cross-attention).
         where: ``where(name, module)`` picks attention modules by their name in
             ``model.named_modules()``; default all.
-        keep_exact: names of attention modules that keep their exact attention.
-        seed: determines all random draws.
+        keep_exact: names of attention modules that keep their exact attention; or how many, of
+            a causal language model: those that it copies with, as `recall_layers` finds them.
+        seed: determines all random draws; a mapping gives each converted layer its own.
+        calibrate: inputs of the model that mechanisms take their statistics from, without
+            training: an iterable of batches (mappings, tensors or tuples), or of texts. The
+            model runs on them exactly, twice; padding does not count. The report then says
+            which error to expect of each layer. The same seed and inputs give the same model.
+        tokenizer: for texts.
+        target_error: with `calibrate`, relative error of each layer's attention output. Sizes
+            are chosen head by head, from a quarter to four times those given: the cheapest
+            that meet the target. Heads of one layer may differ, see `Mixed`.
+        budget: instead, what all layers together may cost; the best that it pays for. A
+            `Budget`, or text: ``"flops:0.25"`` of exact attention's FLOPs at the length of the
+            inputs, ``"bytes:0.1"`` of the bytes of its keys and values.
         options: options of the mechanism, as in `subquad.build`.
 
     Returns:
         What was converted, what was kept, and what to know about it.
 
     Raises:
-        UnsupportedError: the model does not route through the interface, its present
+        UnsupportedError: there is no attention that can be converted, the present
             implementation is neither ``sdpa`` nor ``eager``, or the mechanism cannot do what
             a picked layer needs. Nothing is changed then. A mask that only a call shows
             (sliding window, packed sequences, explicit L×S) raises in that call.
-        UnknownNameError, OptionError: unknown mechanism, wrong options, nothing picked.
-        ImportError: transformers is not installed.
+        UnknownNameError, OptionError: unknown mechanism, wrong options, nothing picked; a budget
+            below the cheapest sizes. A calibration that fails leaves the model exact.
+        ImportError: transformers is not installed, and the model needs it.
 
     Example:
         >>> import torch, subquad as sq
@@ -161,36 +199,70 @@ def convert(
         >>> sq.revert(model)
         1
     """
-    need_transformers()
+    if isinstance(keep_exact, int | float):
+        from subquad.convert.recall import recall_layers
+
+        before = revert(model) > 0
+        recall = recall_layers(model, keep_exact, mechanism, where=where, seed=seed, **options)
+        report = convert(
+            model, mechanism, where=where, keep_exact=recall.layers, seed=seed,
+            calibrate=calibrate, tokenizer=tokenizer, target_error=target_error, budget=budget,
+            **options,
+        )  # fmt: skip
+        notes = (*report.notes, recall.note)
+        return replace(report, replaced=before, notes=notes)
+    if calibrate is not None:
+        from subquad.convert.calibrate import convert_calibrated
+
+        return convert_calibrated(
+            model, mechanism, calibrate, tokenizer=tokenizer, target_error=target_error,
+            budget=budget, seed=seed, where=where, keep_exact=keep_exact, **options,
+        )  # fmt: skip
+    if target_error is not None or budget is not None:
+        raise OptionError("target_error and budget need calibrate=, inputs to measure errors on")
     layers = _attention_modules(model)
-    picked = _picked(layers, mechanism, options, where, keep_exact)
-    _check(layers, picked)
+    picked = _picked(model, layers, mechanism, options, where, keep_exact)
+    switch = _switch(model)
+    _check(model, layers, picked, switch)
 
     # Everything is built before anything is changed: an error leaves the model as it was.
-    index = {name: position for position, (name, _) in enumerate(layers)}
+    if not isinstance(seed, Mapping):
+        seed = {name: seed + position for position, (name, _) in enumerate(layers)}
     built: list[tuple[nn.Module, Mechanism | Deferred, ConvertedLayer]] = []
     shared = Shared()
     for name, layer, config in picked:
-        new = _build(layer, config, seed + index[name])
-        built.append((layer, new, _row(name, layer, new, config, seed + index[name])))
+        new = _build(model, name, layer, config, seed[name])
+        built.append((layer, new, _row(model, name, layer, new, config, seed[name])))
     replaced = revert(model) > 0
     for layer, new, row in built:
         layer.add_module(SLOT, new)
-        layer.__dict__["_subquad"] = Layer(row.name, row.prescaled, shared)
+        adapter = adapters.find(layer)
+        config = _own_configs(model, row.name, layer, switch)[0]
+        layer.__dict__["_subquad"] = Layer(
+            row.name, row.prescaled, shared, config=config, adapter=adapter
+        )
+        if adapter is not None:
+            adapter.install(layer)
+    if streamed := {layer: row.use for layer, _, row in built if row.cache.endswith("state")}:
+        from subquad.convert import cache
+
+        cache.attach(model, streamed)
     chosen = {row.name for _, _, row in built}
     kept = [(name, layer) for name, layer in layers if name not in chosen]
-    _set_names(model, [(name, layer) for name, layer, _ in picked], kept)
+    _set_names(model, [(name, layer) for name, layer, _ in picked], kept, switch)
+    saving.attach(model)
     rows = tuple(row for _, _, row in built)
     return ConversionReport(
         " | ".join(dict.fromkeys(row.mechanism for row in rows)),
         rows,
         tuple(name for name, _ in kept),
         replaced,
-        tuple(_notes(rows)),
+        tuple(_notes(rows, strict=not any(use_of(*layer, model) == "causal" for layer in kept))),
     )
 
 
 def _picked(
+    model: nn.Module,
     layers: list[tuple[str, nn.Module]],
     mechanism: str | Spec | Config | Mapping[str, str | Spec | Config],
     options: dict[str, Any],
@@ -220,7 +292,7 @@ def _picked(
         if name not in configs or name in keep_exact:
             continue
         if where is None or where(name, layer):
-            found.append((name, layer, configs[name].for_use(use_of(name, layer))))
+            found.append((name, layer, configs[name].for_use(use_of(name, layer, model))))
     if not found:
         names = ", ".join(name for name, _ in layers)
         raise OptionError(
@@ -237,14 +309,22 @@ def revert(model: nn.Module) -> int:
         The number of layers that were converted; 0 if the model was not.
     """
     count = 0
-    for module in model.modules():
-        if module.__dict__.pop("_subquad", None) is not None:
-            del module._modules[SLOT]
-            count += 1
+    saving.detach(model)
+    if "transformers" in sys.modules:
+        from subquad.convert import cache
+
+        cache.detach(model)
     for config in _configs(model):
         original = routing.original_name(config._attn_implementation)
         if original is not None:
             config._attn_implementation_internal = original
+    for module in model.modules():
+        info = module.__dict__.pop("_subquad", None)
+        if info is not None:
+            if info.adapter is not None:
+                info.adapter.remove(module)
+            del module._modules[SLOT]
+            count += 1
     return count
 
 
@@ -273,39 +353,51 @@ def converted_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def attention_names(model: nn.Module) -> list[str]:
+    """Names of the modules that `convert` can convert, in the order of the model."""
+    return [name for name, _ in _attention_modules(model)]
+
+
 def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module that calls the attention interface itself.
+    """(name, module) of every module that calls the attention interface itself or has an adapter.
 
     Raises:
+        OptionError: if `model` is no module.
         UnsupportedError: if there is none; says why.
+        ImportError: if transformers is needed, or might be, and is not installed.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, given {type(model).__name__}")
-    found = [(name, module) for name, module in model.named_modules() if routing.routes(module)]
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if routing.routes(module) or adapters.find(module) is not None
+    ]
+    by = [adapters.find(module) for _, module in found]
+    if not found or any(adapter is None or adapter.interface for adapter in by):
+        need_transformers()
     if found:
         return found
-    kind = type(model).__name__
-    if any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+    if "transformers" in sys.modules and _pretrained(model):
         reason = (
-            "it uses torch.nn.MultiheadAttention, which convert does not swap yet; build it "
-            "with subquad.MultiheadAttention, which loads the same weights"
+            "its attention does not go through transformers' AttentionInterface (BigBird, "
+            "DeBERTa, LED and some 80 more do not) and has no adapter, so nothing can be "
+            f"put in its place; {_ROUTING_MODELS} and some 340 more do: `subquad list --models`"
         )
-    elif "transformers" in sys.modules and _pretrained(model):
-        reason = (
-            "its attention does not go through transformers' AttentionInterface (RoFormer, "
-            "DeBERTa, MPNet, Falcon, BLOOM, GPT-J, BigBird, LED and some 90 more do not), so "
-            f"nothing can be put in its place; {_ROUTING_MODELS} and some 340 more do"
-        )
+        reason = adapters.refusal(model) or reason
     else:
         reason = (
-            "it contains no transformers model; convert works on models whose attention goes "
-            f"through transformers' AttentionInterface, such as {_ROUTING_MODELS}; for "
-            "your own modules use subquad.MultiheadAttention or subquad.attention"
+            "it contains no transformers model and no torch.nn.MultiheadAttention; convert "
+            "works on these and on models whose attention goes through transformers' "
+            f"AttentionInterface, such as {_ROUTING_MODELS}; for your own modules use "
+            "subquad.MultiheadAttention, subquad.attention or subquad.swap_sdpa"
         )
-    raise UnsupportedError(kind, "conversion", reason)
+    raise UnsupportedError(type(model).__name__, "conversion", reason)
 
 
 def _pretrained(model: nn.Module) -> list[tuple[str, Any]]:
+    if "transformers" not in sys.modules:  # nothing can be a model of it then
+        return []
     from transformers import PreTrainedModel
 
     return [(n, m) for n, m in model.named_modules() if isinstance(m, PreTrainedModel)]
@@ -323,22 +415,33 @@ def _owner_config(model: nn.Module, name: str) -> Any:
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """Every distinct config that modules of this model hold."""
+    """Every distinct config that modules of this model hold, and the switches of others."""
     seen = set()
     for module in model.modules():
-        config = module.__dict__.get("config")
-        if hasattr(config, "_attn_implementation_internal") and id(config) not in seen:
-            seen.add(id(config))
-            yield config
+        own = (module.__dict__.get("config"), getattr(module.__dict__.get("_subquad"), "config", 0))
+        for config in own:
+            if hasattr(config, "_attn_implementation_internal") and id(config) not in seen:
+                seen.add(id(config))
+                yield config
+
+
+def _switch(model: nn.Module) -> Switch:
+    """What layers without a config follow: one of their own, or that of a present conversion."""
+    return next((config for config in _configs(model) if isinstance(config, Switch)), Switch())
 
 
 def _set_names(
-    model: nn.Module, picked: list[tuple[str, nn.Module]], kept: list[tuple[str, nn.Module]]
+    model: nn.Module,
+    picked: list[tuple[str, nn.Module]],
+    kept: list[tuple[str, nn.Module]],
+    switch: Switch,
 ) -> None:
     """Renames the implementation in every config that a converted layer, or its masks, follow."""
-    exact = {id(config) for name, layer in kept for config in _own_configs(model, name, layer)}
+    exact = {
+        id(config) for name, layer in kept for config in _own_configs(model, name, layer, switch)
+    }
     for name, layer in picked:
-        configs = _own_configs(model, name, layer)
+        configs = _own_configs(model, name, layer, switch)
         mixed = any(id(config) in exact for config in configs)
         for config in configs:
             now = config._attn_implementation
@@ -347,35 +450,55 @@ def _set_names(
             config._attn_implementation_internal = f"subquad_{original}{suffix}"
 
 
-def _own_configs(model: nn.Module, name: str, layer: nn.Module) -> list[Any]:
-    owner = _owner_config(model, name)
-    return [layer.config] if owner is None or owner is layer.config else [layer.config, owner]
+def _own_configs(model: nn.Module, name: str, layer: nn.Module, switch: Switch) -> list[Any]:
+    """The objects whose implementation's name this layer, or its masks, follow."""
+    adapter = adapters.find(layer)
+    if adapter is not None and not adapter.interface:
+        return [switch]
+    owner, config = _owner_config(model, name), getattr(layer, "config", None)
+    if config is None or config is owner:
+        return [switch if owner is None else owner]
+    return [config] if owner is None else [config, owner]
 
 
 _CROSS = re.compile(r"(?:^|[._])(?:encoder_attn|encdecattention|cross_?att\w*)$", re.IGNORECASE)
 
 
-def use_of(name: str, layer: nn.Module) -> str:
-    """``"cross"``, ``"causal"`` or ``"encoder"``: what an attention module is for."""
+def use_of(name: str, layer: nn.Module, model: nn.Module | None = None) -> str:
+    """``"cross"``, ``"causal"`` or ``"encoder"``: what an attention module is for.
+
+    Args:
+        name: of the module inside the model.
+        layer: the module.
+        model: around it; torch's decoder layers use one class for two purposes.
+    """
     parent = name.rpartition(".")[0]
+    adapter = adapters.find(layer)
+    if adapter is not None:
+        around = None if model is None else model.get_submodule(parent)
+        if (use := adapter.use(name, layer, around)) is not None:
+            return use
     if getattr(layer, "is_cross_attention", False) or any(map(_CROSS.search, (name, parent))):
         return "cross"
     return "causal" if bool(getattr(layer, "is_causal", False)) else "encoder"
 
 
 def _check(
-    layers: list[tuple[str, nn.Module]], picked: list[tuple[str, nn.Module, Config]]
+    model: nn.Module,
+    layers: list[tuple[str, nn.Module]],
+    picked: list[tuple[str, nn.Module, Config]],
+    switch: Switch,
 ) -> None:
     chosen = {name: config for name, _, config in picked}
     for name, layer in layers:
-        config: Any = layer.config
-        now = config._attn_implementation
+        kind = type(layer).__name__
+        now = _own_configs(model, name, layer, switch)[0]._attn_implementation
         original = routing.original_name(now) or now
         if name not in chosen:
             if original == "eager" and getattr(layer, "reorder_and_upcast_attn", False):
                 raise UnsupportedError(
-                    "convert",
-                    f"leaving out {name}",
+                    kind,
+                    f"conversion without {name}",
                     "reorder_and_upcast_attn is tied to the implementation's name: convert all "
                     "layers, or call model.set_attn_implementation('sdpa') first",
                 )
@@ -391,21 +514,29 @@ def _check(
             )
         if original not in routing.ORIGINALS:
             raise UnsupportedError(
-                "convert",
-                f"attn_implementation={now!r}",
+                kind,
+                f"conversion with attn_implementation={now!r}",
                 "masks are exchanged with 'sdpa' and 'eager' only; call "
                 "model.set_attn_implementation('sdpa') first",
             )
-        if bool(getattr(layer, "is_causal", False)) and isinstance(have.causal, Absent):
+        adapter = adapters.find(layer)
+        if adapter is not None:
+            adapter.check(name, layer, own)
+        causal = bool(getattr(layer, "is_causal", False))
+        if adapter is not None and adapter.interface:  # torch's own are causal if a call says so
+            causal = causal or use_of(name, layer, model) == "causal"
+        if causal and isinstance(have.causal, Absent):
             raise UnsupportedError(
                 found.name, f"causal attention in {name}", have.causal.reason, capable("causal")
             )
-        if isinstance(getattr(layer, "sliding_window", None), int):
+        sliding = isinstance(getattr(layer, "sliding_window", None), int)
+        if sliding and isinstance(have.window, Absent):
             raise UnsupportedError(
                 found.name,
                 f"the sliding window of {name}",
-                "converted layers take plain causal and bidirectional masks; leave such layers "
-                "out with where=",
+                f"{have.window.reason}; leave such layers out with where= or keep_exact=, here "
+                "where=lambda name, module: not getattr(module, 'sliding_window', None)",
+                capable("window"),
             )
 
 
@@ -438,12 +569,15 @@ def head_sizes(layer: nn.Module) -> tuple[int, int, int] | None:
     Projection widths come first, since attribute names mean different things in different
     architectures (``num_heads`` is not always there, ``config.num_key_value_heads`` neither).
     """
+    adapter = adapters.find(layer)
+    if adapter is not None and (sizes := adapter.sizes(layer)) is not None:
+        return sizes
     head_dim = _integer(layer, _HEAD_DIM)
     if head_dim is None:
         return None
     width = _width(layer, _QUERY)
     heads = width // head_dim if width and width % head_dim == 0 else _integer(layer, _HEADS)
-    heads = heads or _integer(layer.config, ("num_attention_heads",))
+    heads = heads or _integer(getattr(layer, "config", None), ("num_attention_heads",))
     if heads is None:
         return None
     width = _width(layer, _KEY)
@@ -456,8 +590,11 @@ def head_sizes(layer: nn.Module) -> tuple[int, int, int] | None:
     return (head_dim, heads, kv_heads) if heads % kv_heads == 0 else None
 
 
-def _build(layer: nn.Module, config: Config, seed: int) -> Mechanism | Deferred:
-    length = _integer(layer.config, ("max_position_embeddings", "n_positions", "max_length"))
+def _build(
+    model: nn.Module, name: str, layer: nn.Module, config: Config, seed: int
+) -> Mechanism | Deferred:
+    around = getattr(layer, "config", None) or _owner_config(model, name)
+    length = _integer(around, ("max_position_embeddings", "n_positions", "max_length"))
     sizes = head_sizes(layer)
     if sizes is None:
         return Deferred(config, seed, {}, length).train(layer.training)
@@ -479,21 +616,60 @@ def _build(layer: nn.Module, config: Config, seed: int) -> Mechanism | Deferred:
 
 
 def _row(
-    name: str, layer: nn.Module, new: Mechanism | Deferred, config: Config, seed: int
+    model: nn.Module,
+    name: str,
+    layer: nn.Module,
+    new: Mechanism | Deferred,
+    config: Config,
+    seed: int,
 ) -> ConvertedLayer:
+    use = use_of(name, layer, model)
     return ConvertedLayer(
         name=name,
         kind=type(layer).__name__,
         heads=new.num_heads if isinstance(new, Mechanism) else None,
         kv_heads=new.num_kv_heads if isinstance(new, Mechanism) else None,
         head_dim=new.head_dim if isinstance(new, Mechanism) else None,
-        causal=bool(getattr(layer, "is_causal", False)),
+        causal=use == "causal" or bool(getattr(layer, "is_causal", False)),
         prescaled=routing.prescaled(layer),
         dropout=_dropout(layer),
         seed=seed,
         mechanism=str(config),
-        use=use_of(name, layer),
+        use=use,
+        cache=_cached(config, layer, use),
     )
+
+
+def _cached(config: Config, layer: nn.Module, use: str) -> str:
+    """What generation keeps of past tokens, see `ConvertedLayer`."""
+    if use == "encoder" or not isinstance(getattr(layer, "layer_idx", None), int):
+        return ""
+    found, own = resolve(config)
+    have = found.capabilities_for(own)
+    adapter = adapters.find(layer)
+    # Modules that split heads after the cache do not pass on what it says of its place, and a
+    # state serves one attention.
+    through = routing.attends_once(layer) if adapter is None else adapter.interface
+    # Exact mechanisms' states are keys and values, and these take position biases, too.
+    if (
+        not through
+        or _is_windowed(layer)
+        or not have.state
+        or have.dense
+        or (use == "cross" and not (have.read and have.cross))
+    ):
+        return "keys and values"
+    return f"{have.state} state"
+
+
+def _is_windowed(layer: nn.Module) -> bool:
+    """True where transformers keeps the keys and values of a window or chunk only."""
+    config = getattr(layer, "config", None)
+    types = getattr(config, "layer_types", None)
+    if types is not None and int(layer.layer_idx) < len(types):  # type: ignore[arg-type]  # as `_cached` found
+        return types[layer.layer_idx] in ("sliding_attention", "chunked_attention")
+    own = getattr(layer, "sliding_window", None)
+    return own is not None or getattr(config, "sliding_window", None) is not None
 
 
 def _dropout(layer: nn.Module) -> float:
@@ -505,9 +681,22 @@ def _dropout(layer: nn.Module) -> float:
     return 0.0
 
 
-def _notes(rows: tuple[ConvertedLayer, ...]) -> Iterator[str]:
+def _notes(rows: tuple[ConvertedLayer, ...], strict: bool) -> Iterator[str]:
     dropout = max(row.dropout for row in rows)
     if dropout:
         yield f"attention dropout {dropout:g} is not applied in converted layers during training"
+    keeping = [row for row in rows if row.cache == "keys and values"]
+    if keeping:
+        names = ", ".join(dict.fromkeys(row.mechanism for row in keeping))
+        yield (
+            f"generation caches keys and values in {len(keeping)} converted layers: {names} has "
+            "no smaller state to continue from there"
+        )
+    forgets = any(row.use == "causal" and row.cache == "constant state" for row in rows)
+    if strict and forgets:
+        yield (
+            "all layers keep a constant state: what has left it cannot be copied word for word; "
+            "keep_exact=4 leaves the layers exact that copying needs most"
+        )
     if any(row.heads is None for row in rows):
         yield "some mechanisms are built at the first call, which shows the sizes of their heads"

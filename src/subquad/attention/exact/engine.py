@@ -33,6 +33,8 @@ __all__ = [
     "masked",
     "over_queries",
     "softmax_sums",
+    "softmax_weights",
+    "sums_dtype",
     "wide",
 ]
 
@@ -229,17 +231,28 @@ def softmax_sums(
     """
     if bias is not None:
         logits = logits + bias
-    empty = ~allowed.any(-1, keepdim=True)
-    logits = logits.masked_fill(~allowed, float("-inf")).masked_fill(empty, 0.0)
-    lse = torch.logsumexp(logits, -1, keepdim=True)
-    weights = torch.exp(logits - lse).masked_fill(empty, 0.0)
+    weights, log_scale = softmax_weights(logits, allowed)
     if dropout:
         weights = torch.dropout(weights, dropout, train=True)
     grouped = weights.reshape(len(weights), v.shape[1], -1, weights.shape[-1])
     num = (grouped @ v.to(weights.dtype)).reshape(*weights.shape[:-1], v.shape[-1])
-    log_scale = lse.masked_fill(empty, EMPTY_LOG_SCALE).squeeze(-1)
-    den = torch.ones_like(lse).masked_fill(empty, 0.0).squeeze(-1)
+    den = allowed.any(-1).to(log_scale.dtype).expand_as(log_scale)
     return num, den, log_scale
+
+
+def softmax_weights(logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax over allowed keys, and the log-sum-exp of their logits (without the last dimension).
+
+    Zeros and `EMPTY_LOG_SCALE` where no key is allowed; None allows all.
+    """
+    if allowed is None:
+        lse = torch.logsumexp(logits, -1, keepdim=True)
+        return torch.exp(logits - lse), lse.squeeze(-1)
+    empty = ~allowed.any(-1, keepdim=True)
+    logits = logits.masked_fill(~allowed, float("-inf")).masked_fill(empty, 0.0)
+    lse = torch.logsumexp(logits, -1, keepdim=True)
+    weights = torch.exp(logits - lse).masked_fill(empty, 0.0)
+    return weights, lse.masked_fill(empty, EMPTY_LOG_SCALE).squeeze(-1)
 
 
 def wide(q: Tensor, v: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Mixed attention: a mechanism of its own for each range of heads."""
+"""Mixed attention: a mechanism of its own for each group of heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from subquad.attention.base import (
     looking,
 )
 from subquad.attention.masks import Mask
-from subquad.attention.partial import Partial, combine
+from subquad.attention.partial import EMPTY_LOG_SCALE, Partial, combine
 from subquad.errors import OptionError, ShapeError, UnknownNameError
 from subquad.options import Config, Part, Spec, format_value, parse_spec
 
@@ -37,12 +37,15 @@ class MixedConfig(Config):
         parts: mechanisms in the order of their heads, each a name, a spec string such as
             ``"local(window=8)*2"``, a `Spec`, a config object, a `Part`, or a pair of one of
             these and a number of heads. Those without a number share the heads that are left.
+        kv_heads: for each part the indices of its key/value heads, each with all its query
+            heads: ``[[0, 2], [1]]``. None: consecutive heads in the order of the parts.
     """
 
     mechanism: ClassVar[str] = "mixed"
     positional: ClassVar[str | None] = "parts"
 
     parts: tuple[Part, ...] = (Part(Spec("local")), Part(Spec("performer")))
+    kv_heads: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.parts
@@ -57,6 +60,12 @@ class MixedConfig(Config):
                 error = UnknownNameError if isinstance(problem, UnknownNameError) else error
         if not given:
             problems.append("parts must name at least one mechanism, as in mixed(local, performer)")
+        if self.kv_heads is not None:
+            wrong = _assignment_problem(self.kv_heads, len(given))
+            if wrong:
+                problems.append(wrong)
+            else:
+                object.__setattr__(self, "kv_heads", tuple(map(tuple, self.kv_heads)))
         if problems:
             raise error(f"{self.mechanism}: " + "; ".join(problems))
         object.__setattr__(self, "parts", tuple(parts))
@@ -77,6 +86,8 @@ class MixedConfig(Config):
         """
         counts = [part.count for part in self.parts]
         group = num_heads // num_kv_heads
+        if self.kv_heads is not None:
+            return self._assigned(num_kv_heads, group)
         fixed = sum(count or 0 for count in counts)
         open_ = counts.count(None)
         shown = ", ".join(map(str, self.parts))
@@ -100,15 +111,53 @@ class MixedConfig(Config):
         shares = iter([(left // open_ + (i < left % open_)) * group for i in range(open_)])
         return [next(shares) if count is None else count for count in counts]
 
+    def _assigned(self, num_kv_heads: int, group: int) -> list[int]:
+        assert self.kv_heads is not None
+        taken = sum(map(len, self.kv_heads))
+        if taken != num_kv_heads:
+            raise OptionError(
+                f"mixed: kv_heads={format_value(self.kv_heads)} assigns {taken} key/value heads, "
+                f"num_kv_heads is {num_kv_heads}"
+            )
+        counts = [len(heads) * group for heads in self.kv_heads]
+        for part, count in zip(self.parts, counts, strict=True):
+            if part.count not in (None, count):
+                raise OptionError(
+                    f"mixed: {part} has {count} query heads by "
+                    f"kv_heads={format_value(self.kv_heads)}; leave its count out"
+                )
+        return counts
+
     def shares(self) -> list[float]:
         """Each part's share of the heads; a part without a count weighs what others do on average.
 
-        Exact once every part has a count, as in the `config` of a built mechanism.
+        Exact once every part has a count, as in the `config` of a built mechanism, or heads.
         """
+        if self.kv_heads is not None:
+            total = sum(map(len, self.kv_heads))
+            return [len(heads) / total for heads in self.kv_heads]
         known = [part.count for part in self.parts if part.count is not None]
         usual = sum(known) / len(known) if known else 1.0
         weights = [usual if part.count is None else float(part.count) for part in self.parts]
         return [weight / sum(weights) for weight in weights]
+
+
+def _assignment_problem(given: Any, parts: int) -> str:
+    """What is wrong with the heads of `parts` parts; nothing if each head has one part."""
+    shaped = isinstance(given, list | tuple) and all(
+        isinstance(heads, list | tuple) and heads and all(type(head) is int for head in heads)
+        for heads in given
+    )
+    if not shaped:
+        return f"kv_heads={given!r} must be a list of indices for each part, as in [[0, 2], [1]]"
+    if len(given) != parts:
+        return f"kv_heads={format_value(given)} has {len(given)} lists for {parts} parts"
+    every = sorted(head for heads in given for head in heads)
+    if every != list(range(len(every))):
+        return (
+            f"kv_heads={format_value(given)} must name each of the heads 0 to {len(every) - 1} once"
+        )
+    return ""
 
 
 def _part(item: Any) -> Part:
@@ -158,13 +207,16 @@ class MixedState(State):
     parts: tuple[State, ...]
 
 
+_Heads = slice | list[int]
+
+
 @dataclass(frozen=True)
-class _Slice:
-    """A part with its range of query heads and of key/value heads."""
+class _Share:
+    """A part with its query heads and its key/value heads."""
 
     mech: Mechanism
-    heads: slice
-    kv_heads: slice
+    heads: _Heads
+    kv_heads: _Heads
 
 
 class Mixed(Mechanism):
@@ -173,9 +225,9 @@ class Mixed(Mechanism):
         out_h = A_p(h)(q_h, k_h, v_h),   p(h) the part that holds head h
 
     Each part is a whole mechanism over its own query and key/value heads, parameters, draws
-    (from seed + the part's index) and state; outputs are concatenated by heads. What the mix
-    can do is what every part can do; what it cannot names the part. An explicit `scale` goes
-    to every part, without one each has its own default.
+    (from seed + the part's index) and state; outputs return to the places of their heads. What
+    the mix can do is what every part can do; what it cannot names the part. An explicit `scale`
+    goes to every part, without one each has its own default.
 
     Cost: the parts' costs, each for its number of heads; parts run after each other.
 
@@ -186,6 +238,8 @@ class Mixed(Mechanism):
         parts: see `MixedConfig`; written ``mixed(local(window=64)*4, performer*4)``. Counts
             sum to num_heads; parts without one share the rest. With grouped queries each part
             has whole groups.
+        kv_heads: which key/value heads each part has, where they are not consecutive:
+            ``mixed(local, performer, kv_heads=[[0, 3], [1, 2]])``.
 
     See `Mechanism` for sizes, shapes and what is raised.
 
@@ -198,6 +252,10 @@ class Mixed(Mechanism):
         >>> q, k, v = (torch.randn(1, 6, 100, 16) for _ in range(3))
         >>> mech.weights(q, k, rows=[50])[0, :, 0].count_nonzero(-1)
         tensor([  5,   5, 100, 100, 100, 100])
+        >>> spec = "mixed(local(window=2), performer, kv_heads=[[0, 5], [1, 2, 3, 4]])"
+        >>> mech = sq.build(spec, head_dim=16, num_heads=6)
+        >>> mech.weights(q, k, rows=[50])[0, :, 0].count_nonzero(-1)
+        tensor([  5, 100, 100, 100, 100,   5])
         >>> sq.describe("mixed(softmax, performer)").capabilities.window.reason
         'performer: features sum over all keys; a window is sparse attention'
     """
@@ -216,7 +274,8 @@ class Mixed(Mechanism):
         limit="a head is exact where its part is; a single part is that mechanism",
         options={
             "parts": "mechanisms in the order of their heads, each with an optional *count; those "
-            "without share the heads left"
+            "without share the heads left",
+            "kv_heads": "key/value heads of each part, [[0, 2], [1]]; none: consecutive ones",
         },
         scale="each part's own",
         sample="mixed(local(window=4), performer(features=64))",
@@ -303,6 +362,10 @@ class Mixed(Mechanism):
     def reached(self, t: int, length: int) -> Iterable[int]:
         return sorted({later for part in self._mechanisms() for later in part.reached(t, length)})
 
+    @classmethod
+    def calibrates_for(cls, config: MixedConfig) -> bool:
+        return any(found.calibrates_for(own) for found, own in config.resolved())
+
     @torch.no_grad()
     def calibrate(self, q: Tensor, k: Tensor, **arguments: Any) -> None:
         """Calibrates the parts that take statistics from data, each on its own heads.
@@ -311,22 +374,16 @@ class Mixed(Mechanism):
         `calibrate` takes, such as `key_mask`.
 
         Raises:
-            OptionError: if no part takes statistics from data; names what each says.
+            OptionError: if no part takes statistics from data.
         """
         self._check(q, k, k.new_zeros(*k.shape[:-1], self.value_dim or 1), Mask())
-        refused, taken = [], 0
-        for part in self._slices():
-            calibrate = getattr(part.mech, "calibrate", None)
-            if calibrate is None:
-                refused.append(f"{part.mech.name}: takes nothing from data")
-                continue
-            try:
-                calibrate(q[..., part.heads, :, :], k[..., part.kv_heads, :, :], **arguments)
-                taken += 1
-            except OptionError as error:
-                refused.append(str(error))
-        if not taken:
-            raise OptionError("mixed: no part can be calibrated: " + "; ".join(refused))
+        if not self.calibrates_for(self.config):
+            shown = ", ".join(map(str, self.config.parts))
+            raise OptionError(f"mixed: no part can be calibrated: {shown} take nothing from data")
+        for part in self._shares():
+            mech: Any = part.mech
+            if mech.calibrates_for(mech.config):
+                mech.calibrate(q[..., part.heads, :, :], k[..., part.kv_heads, :, :], **arguments)
 
     def weights(self, *args: Any, **options: Any) -> Tensor:
         """As `Mechanism.weights`; looking does not count as a training call."""
@@ -335,8 +392,9 @@ class Mixed(Mechanism):
 
     def extra_repr(self) -> str:
         kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
-        parts = format_value(self.config.parts)
-        return f"head_dim={self.head_dim}, num_heads={self.num_heads}{kv}, parts={parts}"
+        parts, assigned = format_value(self.config.parts), self.config.kv_heads
+        own = "" if assigned is None else f", kv_heads={format_value(assigned)}"
+        return f"head_dim={self.head_dim}, num_heads={self.num_heads}{kv}, parts={parts}{own}"
 
     # ---- the parts' calls ----------------------------------------------------------------
 
@@ -345,12 +403,36 @@ class Mixed(Mechanism):
             assert isinstance(part, Mechanism)
             yield part
 
-    def _slices(self) -> Iterator[_Slice]:
+    def _shares(self) -> Iterator[_Share]:
         head = kv_head = 0
-        for part in self._mechanisms():
-            last, kv_last = head + part.num_heads, kv_head + part.num_kv_heads
-            yield _Slice(part, slice(head, last), slice(kv_head, kv_last))
-            head, kv_head = last, kv_last
+        for index, part in enumerate(self._mechanisms()):
+            if self.config.kv_heads is None:
+                last, kv_last = head + part.num_heads, kv_head + part.num_kv_heads
+                yield _Share(part, slice(head, last), slice(kv_head, kv_last))
+                head, kv_head = last, kv_last
+            else:
+                own = list(self.config.kv_heads[index])
+                yield _Share(part, self._queries_of(own), own)
+
+    def _queries_of(self, kv_heads: Sequence[int]) -> list[int]:
+        group = self.num_heads // self.num_kv_heads
+        return [kv * group + i for kv in kv_heads for i in range(group)]
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts' heads, dimension 1, at their places."""
+        joined = torch.cat(list(parts), 1)
+        if self.config.kv_heads is None:
+            return joined
+        order = self._queries_of([head for heads in self.config.kv_heads for head in heads])
+        place = sorted(range(len(order)), key=order.__getitem__)
+        return joined[:, place]
+
+    def _sums(self, parts: Sequence[Partial]) -> Partial:
+        return Partial(
+            self._joined([one.num for one in parts]),
+            self._joined([one.den for one in parts]),
+            self._joined([one.log_scale for one in parts]),
+        )
 
     def _scale(self, scale: float | None) -> Any:
         """One scale a part: the given one, or each part's default."""
@@ -360,7 +442,7 @@ class Mixed(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Sequence[Any]
     ) -> Iterator[tuple[Mechanism, Tensor, Tensor, Tensor, Mask, Any]]:
         """Every part with its heads of a checked call, its mask and its scale."""
-        for part, own in zip(self._slices(), scale, strict=True):
+        for part, own in zip(self._shares(), scale, strict=True):
             yield (
                 part.mech,
                 q[:, part.heads],
@@ -371,13 +453,31 @@ class Mixed(Mechanism):
             )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Any) -> Tensor:
-        return torch.cat(
-            [part._attend(*call) for part, *call in self._each(q, k, v, mask, scale)], 1
-        )
+        each = self._each(q, k, v, mask, scale)
+        return self._joined([part._attend(*call) for part, *call in each])
 
     def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Any) -> Partial:
         found = [part._partial(*call) for part, *call in self._each(q, k, v, mask, scale)]
-        return _joined(found)
+        return self._sums(found)
+
+    def _parts(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Any
+    ) -> dict[str, list[Partial]]:
+        """The parts of hybrids among the heads; all other heads are one part under their name."""
+        calls = list(self._each(q, k, v, mask, scale))
+        found = [mech._parts(*call) for mech, *call in calls]
+        if not any(found):
+            return {}
+        for own, (mech, *call) in zip(found, calls, strict=True):
+            if not own:
+                own[mech.name] = [_whole(mech._attend(*call))]
+        shares = [{name: combine(sums) for name, sums in own.items() if sums} for own in found]
+        names = dict.fromkeys(name for own in shares for name in own)
+        none = [_nothing(next(iter(own.values()))) for own in shares]
+        return {
+            name: [self._sums([own.get(name, no) for own, no in zip(shares, none, strict=True)])]
+            for name in names
+        }
 
     def _outside(
         self,
@@ -391,7 +491,7 @@ class Mixed(Mechanism):
     ) -> list[Partial]:
         # Each part in its own way: some limit their sums, or look at all open keys.
         found = []
-        for part, own in zip(self._slices(), scale, strict=True):
+        for part, own in zip(self._shares(), scale, strict=True):
             apart = closed
             if closed is not None and closed.shape[1] > 1:
                 apart = closed[:, part.kv_heads]
@@ -399,7 +499,7 @@ class Mixed(Mechanism):
             found.append(part.mech._outside(q[:, part.heads], *kv, mask, own, window, apart))
         if not all(found):  # no key is outside: for none of them
             return []
-        return [_joined([combine(sums) for sums in found])]
+        return [self._sums([combine(sums) for sums in found])]
 
     def _prefill(
         self,
@@ -416,15 +516,13 @@ class Mixed(Mechanism):
             part._prefill(own_q, own_k, own_v, before, key_mask, own)
             for before, (part, own_q, own_k, own_v, _, own) in calls
         ]
-        return torch.cat([out for out, _ in found], 1), MixedState(tuple(new for _, new in found))
+        out = self._joined([out for out, _ in found])
+        return out, MixedState(tuple(new for _, new in found))
 
     def _read(self, q: Tensor, state: MixedState, scale: Any) -> Tensor:
-        return torch.cat(
-            [
-                part.mech._read(q[:, part.heads], before, own)
-                for part, before, own in zip(self._slices(), state.parts, scale, strict=True)
-            ],
-            1,
+        each = zip(self._shares(), state.parts, scale, strict=True)
+        return self._joined(
+            [part.mech._read(q[:, part.heads], before, own) for part, before, own in each]
         )
 
     def _check_state(self, state: State | None, q: Tensor) -> None:
@@ -435,17 +533,21 @@ class Mixed(Mechanism):
             raise ShapeError(
                 f"state must be that of {len(self.parts)} parts, given {len(state.parts)}"
             )
-        for part, before in zip(self._slices(), state.parts, strict=True):
+        for part, before in zip(self._shares(), state.parts, strict=True):
             part.mech._check_state(before, q[:, part.heads])
 
 
-def _joined(parts: Sequence[Partial]) -> Partial:
-    """The sums of consecutive heads as those of all heads."""
-    return Partial(
-        torch.cat([one.num for one in parts], 1),
-        torch.cat([one.den for one in parts], 1),
-        torch.cat([one.log_scale for one in parts], 1),
-    )
+def _whole(out: Tensor) -> Partial:
+    """An output as sums: of weights that are 1 together."""
+    out = out if out.dtype == torch.float64 else out.float()
+    zero = torch.zeros_like(out[..., 0])
+    return Partial(out, zero + 1.0, zero)
+
+
+def _nothing(part: Partial) -> Partial:
+    """Sums over no key, of a part's shape."""
+    zero = torch.zeros_like(part.den)
+    return Partial(torch.zeros_like(part.num), zero, zero + EMPTY_LOG_SCALE)
 
 
 def _all(names: Sequence[str], values: Sequence[Any]) -> Any:
@@ -460,7 +562,7 @@ def _all(names: Sequence[str], values: Sequence[Any]) -> Any:
     return "growing" if "growing" in values else values[0]
 
 
-def _heads_of(mask: Mask, heads: slice) -> Mask:
+def _heads_of(mask: Mask, heads: _Heads) -> Mask:
     """The mask of some heads: only an explicit one differs between heads."""
     if mask.dense is None or mask.dense.shape[1] == 1:
         return mask

@@ -97,7 +97,7 @@ class SignedFeatures:
         features: M.
         key_bias, query_log: as in `LinearFeatures`.
         clip: least normaliser as a share of its positive part; 0 does not limit.
-        key_bias: as in `LinearFeatures`.
+        parameters: tensors inside the functions that gradients shall reach.
     """
 
     query: Callable[[Tensor], Tensor]
@@ -106,6 +106,7 @@ class SignedFeatures:
     query_log: Callable[[], Tensor] | None = None
     clip: float = 0.0
     key_bias: Tensor | None = None
+    parameters: tuple[Tensor, ...] = ()
 
     def logarithms(self, x: Tensor) -> Tensor:
         """ln α₊ and ln α₋ of (B, Hkv, 2n, D), whose second half repeats the first."""
@@ -198,7 +199,8 @@ def signs(
     twice = torch.cat([grouped, grouped], 2).flatten(1, 2)
     *found, new = linear_attention_functions(
         twice, k, v, maps.logarithms, maps.key, log=True, features=maps.features,
-        absorb=absorb, key_bias=maps.key_bias, key_mask=key_mask, state=state,
+        parameters=maps.parameters, absorb=absorb, key_bias=maps.key_bias, key_mask=key_mask,
+        state=state,
     )  # fmt: skip
     split = [t.unflatten(1, (k.shape[1], 2, -1)).unbind(2) for t in found]
     above, below = (

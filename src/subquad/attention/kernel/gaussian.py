@@ -41,6 +41,7 @@ class GaussianConfig(Config):
     """
 
     mechanism: ClassVar[str] = "gaussian"
+    sizes: ClassVar[tuple[str, ...]] = ("features",)
 
     features: int = 64
     sigma: float = 1.0
@@ -189,6 +190,10 @@ class Gaussian(KernelMechanism):
             )
         self.anchors.copy_(anchors.expand(wanted))
         self._set_placed(True)
+
+    @classmethod
+    def calibrates_for(cls, config: GaussianConfig) -> bool:
+        return config.anchors != "normal"
 
     @torch.no_grad()
     def calibrate(

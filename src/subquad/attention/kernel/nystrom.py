@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.attention.base import Absent, Capabilities, Cost, Info, Support
 from subquad.attention.kernel.engine import KernelMechanism, SignedFeatures, limited, signs
@@ -45,6 +45,12 @@ from subquad.options import Config, choice_problem, integer_problem, number_prob
 
 __all__ = ["KernelNystrom", "KernelNystromConfig"]
 
+LANDMARKS = ("call", "calibrated", "learned")
+"""Where landmarks come from."""
+
+CALIBRATED = ("tokens", "mean_q", "mean_k", "cov_q", "cov_k", "marks_q", "marks_k")
+"""What `KernelNystrom.calibrate` fills."""
+
 POSITION_BITS = 30
 """Places of landmarks are fractions of a row, kept as integers: a cast to half spares them."""
 
@@ -58,8 +64,9 @@ class KernelNystromConfig(Config):
 
     Args:
         features: M, number of landmarks, ≥ 2: ⌊M/2⌋ queries and the rest keys.
-        landmarks: "call" (each call's own queries and keys; bidirectional only) or
-            "calibrated" (`KernelNystrom.calibrate`). The gauge's moments come from there too.
+        landmarks: "call" (each call's own queries and keys; bidirectional only), "calibrated"
+            (`KernelNystrom.calibrate`), or "learned": parameters, which `calibrate` sets and
+            training moves. The gauge's moments come from there too and are not trained.
         gauge: none, centre_keys, centre, balance: see `subquad.features.gauges`.
         ridge: ε, added to the diagonal of K.
         clip: τ, least normaliser as a share of its positive part: a row's negative weights are
@@ -67,6 +74,7 @@ class KernelNystromConfig(Config):
     """
 
     mechanism: ClassVar[str] = "kernel_nystrom"
+    sizes: ClassVar[tuple[str, ...]] = ("features",)
 
     features: int = 128
     landmarks: str = "call"
@@ -76,7 +84,7 @@ class KernelNystromConfig(Config):
 
     def problems(self) -> Iterator[str]:
         yield from integer_problem("features", self.features, 2)
-        yield from choice_problem("landmarks", self.landmarks, ("call", "calibrated"))
+        yield from choice_problem("landmarks", self.landmarks, LANDMARKS)
         yield from choice_problem("gauge", self.gauge, GAUGES)
         yield from number_problem("ridge", self.ridge, 0.0, open_low=True)
         yield from number_problem("clip", self.clip, 0.0, 1.0, open_low=True)
@@ -114,7 +122,8 @@ class KernelNystrom(KernelMechanism):
     and depends on how the tokens of a head lie. Landmarks of a call are spread evenly over the
     open tokens of each row, one at a random place of each stretch, so that padding moves none
     of them; with grouped heads all queries of a group share theirs. Where L = S queries at
-    masked positions are never landmarks. Landmarks and moments carry no gradient.
+    masked positions are never landmarks. Landmarks and moments carry no gradient, unless
+    landmarks are learned: these are parameters, to which the limiter passes gradients too.
 
     In float32 g underflows where |x − z|² > 174. A query so far from every landmark (logits
     beyond a hundred or so) gets weights of rounding's size: finite, but no longer softmax's.
@@ -124,7 +133,7 @@ class KernelNystrom(KernelMechanism):
     Raises:
         OptionError: wrong options; all problems at once.
         UnsupportedError: a causal mask or a state with landmarks of the call.
-        CalibrationError: calibrated landmarks before `calibrate`.
+        CalibrationError: calibrated or learned landmarks before `calibrate`.
 
     Example:
         >>> import torch, subquad as sq
@@ -166,7 +175,8 @@ class KernelNystrom(KernelMechanism):
         limit="softmax as ridge → 0 once every query and every key is a landmark",
         options={
             "features": "M, number of landmarks, half queries and half keys",
-            "landmarks": "call (bidirectional only) or calibrated; the gauge's moments alike",
+            "landmarks": "call (bidirectional only), calibrated, or learned from there; the "
+            "gauge's moments alike",
             "gauge": "change of variables that leaves softmax unchanged: none, centre_keys, "
             "centre, balance",
             "ridge": "ε, added to the diagonal of the landmarks' kernel matrix",
@@ -195,12 +205,15 @@ class KernelNystrom(KernelMechanism):
         for side, count in counts.items():
             places = torch.zeros(kv, count, dtype=torch.long, device=device)
             self.register_buffer(f"places_{side}", places)
-        if self.config.landmarks == "calibrated":
+        if self.calibrates_for(self.config):
             self.register_buffer("tokens", torch.zeros(2, dtype=torch.long, device=device))
             for side, count in counts.items():
                 for name, shape in (("mean", ()), ("cov", (dim,)), ("marks", (count,))):
                     zeros = torch.zeros(kv, *shape, dim, device=device, dtype=dtype)
-                    self.register_buffer(f"{name}_{side}", zeros)
+                    if name == "marks" and self.config.landmarks == "learned":
+                        self.register_parameter(f"marks_{side}", nn.Parameter(zeros))
+                    else:
+                        self.register_buffer(f"{name}_{side}", zeros)
         self._cache: tuple[Any, Any] = (None, None)
         self.reset_parameters()
 
@@ -213,7 +226,7 @@ class KernelNystrom(KernelMechanism):
         if config.landmarks == "call":
             own = Absent(
                 "landmarks from the call's own queries and keys would leak the future; use "
-                "landmarks=calibrated and calibrate()"
+                "landmarks=calibrated (or learned) and calibrate()"
             )
             state = own
             merges = Absent("each call has landmarks among its own tokens")
@@ -226,6 +239,9 @@ class KernelNystrom(KernelMechanism):
             merges=merges,
             exact_gradient=gradient,
             compile=Absent("signed weights of the queries run as Python, chunk by chunk"),
+            functional=Absent("landmarks are learned parameters")
+            if config.landmarks == "learned"
+            else True,
             segments=Absent("one state serves one sequence; call once for each segment"),
             window=Absent("features sum over all keys; a window is sparse attention"),
             approximates="softmax",
@@ -249,24 +265,37 @@ class KernelNystrom(KernelMechanism):
             start = torch.arange(count, dtype=torch.float64)
             places.copy_(((start + inside) / count * 2**POSITION_BITS).ceil().long())
         if "tokens" in self._buffers:
-            for name in ("tokens", "mean_q", "mean_k", "cov_q", "cov_k", "marks_q", "marks_k"):
-                self._buffers[name].zero_()  # type: ignore[union-attr]  # registered above
+            for name in CALIBRATED:
+                getattr(self, name).zero_()
 
     # ---- landmarks -----------------------------------------------------------------------
 
+    @classmethod
+    def calibrates_for(cls, config: KernelNystromConfig) -> bool:
+        return config.landmarks != "call"
+
     @torch.no_grad()
-    def calibrate(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> None:
+    def calibrate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> None:
         """Takes landmarks and moments from queries (..., H, L, D) and keys (..., Hkv, S, D).
 
         Call it for as many batches as you like: each landmark is replaced by one of the new
         batch with the probability that gives all tokens of all batches an equal chance. Masked
-        keys do not count, nor the queries at their positions where L = S.
+        keys do not count, nor the queries at their positions where L = S. `scale` plays no
+        part: landmarks are unscaled tokens. Learned landmarks begin here and forget what they
+        had learned.
 
         Raises:
             OptionError: if the landmarks come from each call.
         """
         if "tokens" not in self._buffers:
-            raise OptionError("kernel_nystrom: calibrate needs landmarks=calibrated")
+            raise OptionError("kernel_nystrom: calibrate needs landmarks=calibrated or learned")
         mask = Mask.of(key_mask=key_mask)
         q, k, _, mask, _ = self._check(q, k, k.new_zeros(*k.shape[:-1], self.value_dim or 1), mask)
         found, tokens = pool_moments(q, k, mask.key)
@@ -296,11 +325,11 @@ class KernelNystrom(KernelMechanism):
         self, q: Tensor, k: Tensor | None, mask: Mask | None, root: float
     ) -> tuple[Gauge, Tensor, Tensor]:
         """The gauge and landmarks (..., Hkv, ·, D) among the raw queries and among the keys."""
-        if self.config.landmarks == "calibrated":
+        if self.calibrates_for(self.config):
             if not bool((self.tokens > 0).all()):
                 raise CalibrationError(
-                    "kernel_nystrom: landmarks=calibrated needs calibrate(q, k) before the first "
-                    "call"
+                    f"kernel_nystrom: landmarks={self.config.landmarks} needs calibrate(q, k) "
+                    "before the first call"
                 )
             stats = Moments(self.mean_q, self.mean_k, self.cov_q, self.cov_k)
             return make_gauge(self.config.gauge, stats, root), self.marks_q, self.marks_k
@@ -375,7 +404,6 @@ class KernelNystrom(KernelMechanism):
 
     # ---- features ------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _maps(
         self, gauge: Gauge, marks_q: Tensor, marks_k: Tensor, root: float, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
@@ -399,8 +427,10 @@ class KernelNystrom(KernelMechanism):
 
     def _calibrated_maps(self, root: float, dtype: torch.dtype, q: Tensor) -> Any:
         """The gauge and `_maps` of calibrated landmarks, kept until a buffer changes."""
-        names = ("tokens", "mean_q", "mean_k", "cov_q", "cov_k", "marks_q", "marks_k")
-        buffers = [getattr(self, name) for name in names]
+        buffers = [getattr(self, name) for name in CALIBRATED]
+        if torch.is_grad_enabled() and any(buffer.requires_grad for buffer in buffers):
+            found = self._gauge(q, None, None, root)  # each call has its own graph
+            return found[0], self._maps(*found, root, dtype)
         if any(buffer.is_inference() for buffer in buffers):  # these count no versions
             found = self._gauge(q, None, None, root)
             return found[0], self._maps(*found, root, dtype)
@@ -408,7 +438,7 @@ class KernelNystrom(KernelMechanism):
         if self._cache[0] != key or any(
             a is not b for a, b in zip(self._cache[1][0], buffers, strict=True)
         ):
-            with torch.inference_mode(False):  # training may follow
+            with torch.inference_mode(False), torch.no_grad():  # training may follow
                 found = self._gauge(q, None, None, root)
                 self._cache = (key, (buffers, found[0], self._maps(*found, root, dtype)))
         return self._cache[1][1:]
@@ -422,7 +452,7 @@ class KernelNystrom(KernelMechanism):
             )
         root = math.sqrt(scale)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if self.config.landmarks == "calibrated":
+        if self.calibrates_for(self.config):
             gauge, maps = self._calibrated_maps(root, dtype, q)
         else:
             found = self._gauge(q, k, mask, root)
@@ -445,9 +475,11 @@ class KernelNystrom(KernelMechanism):
             offset = gauge.queries_offset(q.to(dtype), self.num_kv_heads, root)
             return (torch.cat(tops, -1) + offset).reshape(q.shape[:-1])
 
+        learned = tuple(t for t in maps if t.requires_grad)
         return SignedFeatures(
-            query, key, self.config.features, query_log=query_log, clip=self.config.clip
-        )
+            query, key, self.config.features, query_log=query_log, clip=self.config.clip,
+            parameters=learned,
+        )  # fmt: skip
 
 
 def tokens_at(x: Tensor, places: Tensor, key: Tensor | None) -> Tensor:

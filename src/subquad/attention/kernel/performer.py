@@ -46,7 +46,13 @@ from subquad.features.gauges import (
     pool_moments,
 )
 from subquad.features.spectral import SpectralMap
-from subquad.options import Config, choice_problem, integer_problem, number_problem
+from subquad.options import (
+    Config,
+    choice_problem,
+    flag_problem,
+    integer_problem,
+    number_problem,
+)
 
 __all__ = ["ESTIMATORS", "Performer", "PerformerConfig"]
 
@@ -71,6 +77,8 @@ class PerformerConfig(Config):
         gauge: none, centre_keys, centre, balance: see `subquad.features.gauges`.
         statistics: where gauge, oprf and derf take their moments: "call" (each call's own
             queries and keys; bidirectional only) or "calibrated" (`Performer.calibrate`).
+        learned: ω are parameters, drawn as ever and then trained (a softmax model's recovery);
+            estimates are no longer unbiased once they have moved.
         redraw: draw ω anew every so many training calls; None never. Never in eval.
             Recomputation by activation checkpointing counts as a call: do not combine them.
         spread: derf's proposal has variance 1 + spread·λ along an eigenvector of
@@ -80,6 +88,7 @@ class PerformerConfig(Config):
     """
 
     mechanism: ClassVar[str] = "performer"
+    sizes: ClassVar[tuple[str, ...]] = ("features",)
 
     features: int = 256
     estimator: str | SpectralMap | Callable[[Tensor], Tensor] = "positive"
@@ -87,6 +96,7 @@ class PerformerConfig(Config):
     norms: str = "chi"
     gauge: str = "none"
     statistics: str = "call"
+    learned: bool = False
     redraw: int | None = None
     spread: float | None = None
     clip: float = 0.1
@@ -103,8 +113,11 @@ class PerformerConfig(Config):
         yield from choice_problem("norms", self.norms, NORMS)
         yield from choice_problem("gauge", self.gauge, GAUGES)
         yield from choice_problem("statistics", self.statistics, ("call", "calibrated"))
+        yield from flag_problem("learned", self.learned)
         if self.redraw is not None:
             yield from integer_problem("redraw", self.redraw, 1)
+            if self.learned is True:
+                yield f"redraw={self.redraw} would throw away what learned=true has learned"
         if self.spread is not None:
             yield from number_problem("spread", self.spread, 0.0)
             if self.estimator != "derf":
@@ -115,8 +128,11 @@ class PerformerConfig(Config):
         if self.gauge != "none" and not self.approximates_softmax:
             yield f"gauge={self.gauge!r} changes this kernel: gauges leave only softmax unchanged"
         if isinstance(self.estimator, SpectralMap):
-            if (self.redraw, self.draw, self.norms) != (None, "orthogonal", "chi"):
-                yield "redraw, draw and norms have no effect on a SpectralMap: its ω are fixed"
+            own = (self.redraw, self.draw, self.norms, self.learned)
+            if own != (None, "orthogonal", "chi", False):
+                yield (
+                    "redraw, draw, norms and learned do not apply to a SpectralMap: its ω are fixed"
+                )
             if self.estimator.features != self.features:
                 wanted = self.estimator.features
                 yield f"features={self.features} must equal the SpectralMap's {wanted}"
@@ -197,6 +213,7 @@ class Performer(KernelMechanism):
             "gauge": "change of variables that leaves softmax unchanged: none, centre_keys (can be "
             "worse than none), centre, balance",
             "statistics": "moments for gauge, oprf, derf: call (bidirectional only) or calibrated",
+            "learned": "ω are parameters: drawn, then trained",
             "redraw": "draw ω anew every so many training calls; none never",
             "spread": "derf: proposal variance 1 + spread·λ; none takes the closed form",
             "clip": "least normaliser of signed estimators, as a share of the keys' weight",
@@ -233,10 +250,14 @@ class Performer(KernelMechanism):
         else:
             rows = config.features // 2 if config.estimator in _PAIRED else config.features
             buffer("projection", kv, rows, dim)
+            if config.learned:  # under the same name: a drawn checkpoint loads, and back
+                drawn = self.projection
+                del self.projection
+                self.projection = nn.Parameter(drawn)
         if isinstance(config.estimator, nn.Module):
             self.kernel = config.estimator
         self.register_buffer("draw_index", torch.zeros((), dtype=torch.long, device=device))
-        if config.uses_moments and config.statistics == "calibrated":
+        if self.calibrates_for(config):
             # Integers: a module's .half() casts floating buffers, and counts exceed 65504.
             self.register_buffer("tokens", torch.zeros(2, dtype=torch.long, device=device))
             for name in ("mean_q", "mean_k"):
@@ -267,9 +288,13 @@ class Performer(KernelMechanism):
             compiled = Absent("redraw changes buffers by a Python counter")
         if not isinstance(config.estimator, str):
             compiled = Absent("a kernel function or spectral map runs as Python, chunk by chunk")
-        learned = isinstance(config.estimator, nn.Module) and any(
+        learned: Support = True
+        if isinstance(config.estimator, nn.Module) and any(
             p.requires_grad for p in config.estimator.parameters()
-        )
+        ):
+            learned = Absent("the kernel function has learned parameters")
+        elif config.learned:
+            learned = Absent("ω are learned parameters")
         return Capabilities(
             causal=own,
             prefix=own,
@@ -281,7 +306,7 @@ class Performer(KernelMechanism):
             segments=Absent("one state serves one sequence; call once for each segment"),
             window=Absent("features sum over all keys; a window is sparse attention"),
             approximates="softmax" if config.approximates_softmax else None,
-            functional=Absent("the kernel function has learned parameters") if learned else True,
+            functional=learned,
         )
 
     # ---- draws ---------------------------------------------------------------------------
@@ -329,12 +354,24 @@ class Performer(KernelMechanism):
 
     # ---- statistics ----------------------------------------------------------------------
 
+    @classmethod
+    def calibrates_for(cls, config: PerformerConfig) -> bool:
+        return config.uses_moments and config.statistics == "calibrated"
+
     @torch.no_grad()
-    def calibrate(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> None:
+    def calibrate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> None:
         """Adds queries (..., H, L, D) and keys (..., Hkv, S, D) to the calibrated moments.
 
         Call it for as many batches as you like; all tokens count alike. Masked keys do not
-        count, nor the queries at their positions where L = S.
+        count, nor the queries at their positions where L = S. `scale` plays no part: moments
+        are those of the unscaled q and k.
 
         Raises:
             OptionError: if the options need no calibrated statistics.
@@ -528,8 +565,12 @@ class Performer(KernelMechanism):
     ) -> FunctionFeatures:
         """Generalised attention φ(x) = f(ω·x) (arXiv 2009.14794, section 4.2)."""
         columns = omega.transpose(-1, -2) * root
-        parameters = tuple(function.parameters()) if isinstance(function, nn.Module) else ()
+        parameters: tuple[Tensor, ...] = ()
+        if isinstance(function, nn.Module):
+            parameters = tuple(function.parameters())
         own = parameters[0].dtype if parameters else omega.dtype  # a module in half precision
+        if columns.requires_grad:
+            parameters = (*parameters, columns)
 
         def features(x: Tensor) -> Tensor:
             return function((x @ columns).to(own)).to(columns.dtype)

@@ -70,6 +70,7 @@ class RFAConfig(Config):
     """
 
     mechanism: ClassVar[str] = "rfa"
+    sizes: ClassVar[tuple[str, ...]] = ("features",)
 
     features: int = 128
     gate: bool = False

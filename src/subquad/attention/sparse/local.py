@@ -44,6 +44,7 @@ class LocalConfig(Config):
     """
 
     mechanism: ClassVar[str] = "local"
+    sizes: ClassVar[tuple[str, ...]] = ("window",)
 
     window: int | tuple[int, int] = 128
     dilation: int = 1

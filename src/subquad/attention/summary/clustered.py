@@ -34,6 +34,7 @@ from subquad.attention.exact.engine import (
 from subquad.attention.masks import Mask
 from subquad.attention.partial import Partial
 from subquad.attention.summary.engine import summary_attention, summary_partial
+from subquad.attention.summary.kmeans import lloyd, nearest, sums
 from subquad.attention.summary.mass import (
     column_mass,
     of_rank,
@@ -70,6 +71,7 @@ class ClusteredConfig(Config):
     """
 
     mechanism: ClassVar[str] = "clustered"
+    sizes: ClassVar[tuple[str, ...]] = ("clusters", "topk")
 
     cluster: str = "queries"
     clusters: int = 100
@@ -300,9 +302,12 @@ class Clustered(Mechanism):
             return torch.arange(length, device=x.device).expand(x.shape[:3])
         points = self._points(x, opened)
         first = of_rank(opened, strata(opened, clusters)).expand(-1, x.shape[1], -1)
-        found, centres = _lloyd(
-            points, opened, take(points, first), self.config.iterations, self.config.hamming
+        weight = opened[:, None].to(points.dtype).expand(points.shape[:3])
+        filled = points.masked_fill(~opened[:, None, :, None], 0.0)
+        centres = lloyd(
+            filled, weight, take(points, first), self.config.iterations, signs=self.config.hamming
         )
+        found = nearest(points, centres)
         if mask.key is None:
             return found
         # Rows with few open tokens: each is a cluster. Closed tokens go where an open one is.
@@ -314,7 +319,7 @@ class Clustered(Mechanism):
         centres = torch.where(alone[..., None], take(points, own), centres)
         inside = opened[:, None].long().expand(found.shape)
         members = inside.new_zeros(centres.shape[:3]).scatter_add(-1, found.clamp_min(0), inside)
-        return torch.where(opened[:, None], found, _nearest(points, centres, members > 0))
+        return torch.where(opened[:, None], found, nearest(points, centres, members > 0))
 
     def _points(self, x: Tensor, opened: Tensor) -> Tensor:
         """What is clustered: vectors, or the signs ±1 of their projections."""
@@ -393,7 +398,7 @@ class Clustered(Mechanism):
         weight = opened[:, None].to(q.dtype).expand(cluster.shape)
         total = weight.new_zeros(*cluster.shape[:2], count).scatter_add(-1, cluster, weight)
         q = q.masked_fill(~opened[:, None, :, None], 0.0)  # NaN, Inf of padding
-        return cluster, _sums(q, cluster, count) / total.clamp_min(1)[..., None]
+        return cluster, sums(q, cluster, count) / total.clamp_min(1)[..., None]
 
     def _summaries(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
@@ -403,52 +408,13 @@ class Clustered(Mechanism):
         cluster = self.assign(*fixed, mask)
         share = self.shares(*fixed, mask, scale, cluster)
         count = min(self.config.clusters, k.shape[2])
-        k, v = (_sums(share[..., None] * t, cluster, count) for t in (k, v))
+        k, v = (sums(share[..., None] * t, cluster, count) for t in (k, v))
         held = share > 0
         entropy = -share * torch.where(held, share, torch.ones_like(share)).log()
         zeros = share.new_zeros(*share.shape[:2], count)
         members = zeros.scatter_add(-1, cluster, held.to(share.dtype))
         log_weight = zeros.scatter_add(-1, cluster, entropy)
         return k, v, log_weight.masked_fill(members == 0, float("-inf"))
-
-
-def _sums(x: Tensor, cluster: Tensor, count: int) -> Tensor:
-    """Σ of the rows of x (B, h, N, D) in each cluster, (B, h, count, D)."""
-    batch, heads, _, dim = x.shape
-    first = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * count
-    sums = x.new_zeros(batch * heads * count, dim)
-    sums = sums.index_add(0, (first + cluster).flatten(), x.flatten(0, 2))
-    return sums.view(batch, heads, count, dim)
-
-
-def _lloyd(
-    x: Tensor, opened: Tensor, centres: Tensor, iterations: int, signs: bool
-) -> tuple[Tensor, Tensor]:
-    """Lloyd's iterations from centres (B, h, C, F): the nearest one to each row of x
-    (B, h, N, F), and the centres.
-
-    Closed tokens move no centre. With `signs` centres are the signs of sums.
-    """
-    count = centres.shape[2]
-    filled = x.masked_fill(~opened[:, None, :, None], 0.0)
-    ones = opened[:, None].to(x.dtype).expand(x.shape[:3])
-    for _ in range(iterations):
-        found = _nearest(x, centres)
-        sums = _sums(filled, found, count)
-        members = ones.new_zeros(centres.shape[:3]).scatter_add(-1, found, ones)[..., None]
-        mean = (sums >= 0).to(x.dtype) * 2 - 1 if signs else sums / members.clamp_min(1)
-        centres = torch.where(members > 0, mean, centres)
-    return _nearest(x, centres), centres
-
-
-def _nearest(x: Tensor, centres: Tensor, usable: Tensor | None = None) -> Tensor:
-    """The nearest (usable) centre of each row, (B, h, N): of equally near ones the first."""
-    columns = centres.transpose(-1, -2)
-    half = 0.5 * centres.square().sum(-1)[:, :, None]
-    if usable is not None:
-        half = half.masked_fill(~usable[:, :, None], float("inf"))
-    rows = max(1, CHUNK_BYTES // (4 * half.numel() * x.element_size()))
-    return torch.cat([(part @ columns - half).argmax(-1) for part in x.split(rows, 2)], 2)
 
 
 def _read(q: Tensor, k: Tensor, v: Tensor, key: Tensor | None, scale: float) -> Tensor:

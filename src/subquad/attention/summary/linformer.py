@@ -35,6 +35,7 @@ class LinformerConfig(Config):
     """
 
     mechanism: ClassVar[str] = "linformer"
+    sizes: ClassVar[tuple[str, ...]] = ("k",)
 
     k: int = 256
     sharing: str | None = "headwise"

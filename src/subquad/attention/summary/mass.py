@@ -80,9 +80,29 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return found.view(batch, heads, count, x.shape[-1])
 
 
+def _close(weights: Tensor, place: Tensor, window: int | Tensor) -> None:
+    """Zeros in weights (B, h, T, S), in place, where |place − j| ≤ window for place (B, h, T, 1).
+
+    Cost O(T·window), not O(T·S).
+    """
+    most = int(window.max()) if isinstance(window, Tensor) else window
+    if most < 0:
+        return
+    step = torch.arange(-most, most + 1, device=place.device)
+    at = (place + step).clamp(0, weights.shape[-1] - 1)
+    within = window[:, None, None, None] if isinstance(window, Tensor) else window
+    weights.scatter_(-1, at, weights.gather(-1, at) * ((place - at).abs() > within))
+
+
 @torch.no_grad()
 def column_mass(
-    q: Tensor, k: Tensor, mask: Mask, scale: float, count: int, offset: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    mask: Mask,
+    scale: float,
+    count: int,
+    offset: Tensor | None = None,
+    window: int | Tensor = -1,
 ) -> Tensor:
     """Mean attention that each key gets from `count` landmark queries of each query head.
 
@@ -95,10 +115,12 @@ def column_mass(
         scale: factor of the logits.
         count: T, landmark queries of each query head, one from each stratum, see `strata`.
         offset: u (Hkv, T).
+        window: keys with |i + S − L − j| ≤ window get nothing from the landmark i; a number or
+            one for each row (B,), −1 for none.
 
     Returns:
-        (B, Hkv, S), float32 or float64: zero at masked keys, sums to one over the others; the
-        mean over the query heads of a group.
+        (B, Hkv, S), float32 or float64: zero at masked keys; without a window it sums to one
+        over the others. The mean over the query heads of a group.
     """
     dtype = sums_dtype(q.dtype)
     batch, kv, keys = k.shape[:3]
@@ -109,6 +131,7 @@ def column_mass(
     rows = rows.unflatten(1, (kv, groups)).flatten(2, 3)  # (B, Hkv, G·T, D)
     columns = k.to(dtype).transpose(-1, -2)
     closed = None if mask.key is None else ~mask.key[:, None, None]
+    place = (position + (keys - q.shape[2])).repeat(1, 1, groups)[..., None]
     size = rows.shape[2]  # a single chunk has to compile for any length
     if not torch.compiler.is_compiling():
         size = min(size, max(1, CHUNK_BYTES // (2 * batch * kv * keys * dtype.itemsize)))
@@ -117,7 +140,10 @@ def column_mass(
         logits = rows[:, :, start : start + size] @ columns
         if closed is not None:  # finite: a row without any open key stays finite too
             logits = logits.masked_fill(closed, torch.finfo(dtype).min)
-        part = logits.softmax(-1).sum(2)
+        weights = logits.softmax(-1)
+        if isinstance(window, Tensor) or window >= 0:
+            _close(weights, place[:, :, start : start + size], window)
+        part = weights.sum(2)
         total = part if total is None else total + part
     assert total is not None
     total = total / rows.shape[2]

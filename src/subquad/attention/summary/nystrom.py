@@ -42,6 +42,7 @@ class NystromConfig(Config):
     """
 
     mechanism: ClassVar[str] = "nystrom"
+    sizes: ClassVar[tuple[str, ...]] = ("landmarks",)
 
     landmarks: int = 64
     inverse: str = "iterative"

@@ -59,6 +59,7 @@ class SampledConfig(Config):
     """
 
     mechanism: ClassVar[str] = "sampled"
+    sizes: ClassVar[tuple[str, ...]] = ("heavy", "samples")
 
     heavy: int = 64
     samples: int = 192
