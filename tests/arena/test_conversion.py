@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import subquad as sq
 from subquad.arena import conversion
+from subquad.arena.conversion.stages import stages
 from subquad.arena.zoo import Zoo
 from subquad.cli.app import app
 
@@ -83,3 +84,51 @@ def test_a_study_that_is_listed_has_a_module_that_measures_and_tabulates():
         assert callable(module.measure) and callable(module.table), name
     with pytest.raises(sq.UnknownNameError, match="did you mean 'minilm'"):
         conversion.study("minlm")
+
+
+def test_stages_leave_the_model_as_it_was():
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+                        intermediate_size=16)  # fmt: skip
+    model = BertModel(config).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.arange(20)[None]
+
+    def score(scored):
+        with torch.no_grad():
+            return {"sum": float(scored(ids).last_hidden_state[..., 0].double().sum())}
+
+    trained = []
+
+    def recover(scored, examples):
+        trained.append((scored is model, list(examples)))
+        with torch.no_grad():
+            next(scored.parameters()).mul_(2.0)
+
+    rows = stages(
+        model,
+        score,
+        {"first": lambda name, module: ".0." in name, "all": None},
+        mechanism="performer(features=8)",
+        seeds=(0, 1),
+        examples=["an example"],
+        recover=recover,
+        echo=lambda text: None,
+    )
+    names = [(row["model"], row["seed"], row["layers"]) for row in rows]
+    assert names == [
+        ("original", None, 0),
+        ("first", 0, 1),
+        ("first", 1, 1),
+        ("all", 0, 3),
+        ("all", 1, 3),
+        ("first, recovered", 0, 1),
+    ]
+    assert len({row["sum"] for row in rows}) == len(rows)  # each is another model
+    assert trained == [(False, ["an example"])]
+    assert score(model) == {"sum": rows[0]["sum"]}
+    state = model.state_dict()
+    assert state.keys() == before.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in before.items())

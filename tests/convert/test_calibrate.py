@@ -195,7 +195,9 @@ def test_a_ladder_scales_sizes_and_those_of_parts() -> None:
     assert rungs("softmax") == ["softmax"]
     # sizes that depend on the length are written out, but for the mechanism as it is
     open_, wide = rungs("near_far", factors=(1, 2), length=512)
-    assert open_ == "near_far" and "window=46" in wide and "clusters=256" in wide
+    sizes = sq.NearFarConfig().of_length(512)
+    assert open_ == "near_far" and f"window={2 * sizes.window}" in wide
+    assert f"clusters={2 * sizes.clusters}" in wide and f"heavy={2 * sizes.heavy}" in wide
 
 
 def _total(points: Any, kind: str) -> float:

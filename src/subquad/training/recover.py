@@ -208,7 +208,7 @@ def recover(
         batch: examples a step.
         accumulate: parts in which a batch is computed, to save memory.
         rate: learning rate. None for 5e-2 (transfer), min(1e-3, 1e-3·√loss) (lora) and
-            min(1e-4, 1e-4·√loss) (full), with the untrained model's loss on held-out examples:
+            min(1e-4, 2e-4·√loss) (full), with the untrained model's loss on held-out examples:
             Adam's steps do not shrink with the error, so the rate has to. In lora and full the
             mechanisms' own parameters are trained at ten times that rate.
         rank: r of the low-rank updates; their α is 2r.

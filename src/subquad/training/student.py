@@ -21,7 +21,7 @@ from subquad.training.transfer import Transfer, mechanism_parameters
 
 __all__ = ["Student", "student"]
 
-_RATES = {"lora": (1e-3, 1e-3), "full": (1e-4, 1e-4)}
+_RATES = {"lora": (1e-3, 1e-3), "full": (2e-4, 1e-4)}
 """Learning rate at an untrained loss of 1, and its upper limit; see `_rate`."""
 
 _TRANSFER_RATE = 5e-2

@@ -571,7 +571,12 @@ class NearFar(Mechanism):
         if mask.causal and self.config.hold():
             parts = self._held(q, k, v, mask.key, None, scale, sums=False)[0]
             return _merged(parts).to(v.dtype)
-        return self._partial(q, k, v, mask, scale).output().to(v.dtype)
+        part = self._partial(q, k, v, mask, scale)
+        if not mask.causal and self.config.clustered:
+            # Without any key the sums are zero too; `output` would cost another two passes.
+            den = part.den.masked_fill(part.den == 0, 1.0)
+            return (part.num / den[..., None]).to(v.dtype)
+        return part.output().to(v.dtype)
 
     def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Partial:
         if mask.causal and self.config.hold():

@@ -312,7 +312,9 @@ class KeyClusters(Mechanism):
         base = tilt.new_full((batch, kv, count), float("-inf"))
         base = base.scatter_reduce(-1, cluster, tilt.masked_fill(~held, float("-inf")), "amax")
         each = config.members if beside.members is None else min(config.members, beside.members)
-        members = _members(cluster, held, mass, count, min(each, keys))
+        members = cluster.new_empty(batch, kv, count, 0)
+        if config.refine and each:
+            members = _members(cluster, held, mass, count, min(each, keys))
         if beside.row_members is not None:
             rank = torch.arange(members.shape[-1], device=k.device)
             members = members.masked_fill(rank >= beside.row_members[:, None, None, None], -1)
@@ -410,37 +412,33 @@ class KeyClusters(Mechanism):
         tilt = (k @ chosen.mean[..., None])[..., 0]
         tilt = (tilt - chosen.base.gather(-1, cluster)).masked_fill(~chosen.held, 0.0)
         weight = torch.exp(tilt.clamp_min(-60.0)) * held
-        ones = weight.new_ones(*weight.shape, 1)
-        v1 = torch.cat([v, ones], -1)
-        value_sums = sums(weight[..., None] * v1, cluster, count)
-        total = value_sums[..., -1:]
+        total = weight.new_zeros(batch, kv, count).scatter_add(-1, cluster, weight)[..., None]
         present = total > 0
         whole = torch.where(present, total, torch.ones_like(total))
         means = sums(weight[..., None] * k, cluster, count) / whole
         apart = (k - take(means, cluster)) @ chosen.metric
-        spread = sums(weight[..., None] * apart.square(), cluster, count) / whole
+        squares = apart.square() if apart.requires_grad else apart.square_()
+        spread = sums(weight[..., None] * squares, cluster, count) / whole
+        values = torch.cat([sums(weight[..., None] * v, cluster, count), total], -1)
         bias = chosen.base[..., None] - means @ chosen.mean[..., None]
         columns = torch.cat([means, bias.masked_fill(~present, ABSENT)], -1)
-        values = value_sums
         shift = chosen.whiten.transpose(-1, -2) @ -chosen.mean[..., None]
         whiten = torch.cat([chosen.whiten, shift.transpose(-1, -2)], -2)
 
         opened = open_tokens(mask.key, batch, keys, k.device)[:, None].expand(batch, kv, keys)
         if beside.closed is not None:
             opened = opened & ~beside.closed
-        k1 = torch.cat([k, ABSENT * (~opened[..., None]).to(dtype)], -1)
-        near_v = v1 * opened[..., None]
         if beside.listed is not None:
             assert beside.there is not None
             listed = F.pad(take(k, beside.listed), (0, 1))
-            listed_v = take(v1, beside.listed) * beside.there[..., None]
+            there = beside.there[..., None].to(dtype)
+            listed_v = torch.cat([take(v, beside.listed) * there, there], -1)
             listed[..., -1] = listed[..., -1].masked_fill(~beside.there, ABSENT)
             columns, values = torch.cat([columns, listed], 2), torch.cat([values, listed_v], 2)
         members = place = None
         if self.config.refine and chosen.members.shape[-1]:
             place = chosen.members.flatten(0, 1)
-            rows = _member_rows([k1, near_v, weight[..., None]], chosen.members)
-            members = rows.flatten(0, 1)
+            members = _member_rows([k, v, weight[..., None]], chosen.members).flatten(0, 1)
         tables = Tables(
             columns.flatten(0, 1), values.flatten(0, 1), spread.flatten(0, 1),
             whiten.flatten(0, 1), members, place, min(self.config.refine, count),
@@ -448,7 +446,7 @@ class KeyClusters(Mechanism):
         window = None
         if beside.window >= 0:
             width = min(beside.window, max(keys, q.shape[2]))
-            window = Window(k1, near_v, weight, cluster, width, beside.widths, beside.exact)
+            window = Window(k, v, opened, weight, cluster, width, beside.widths, beside.exact)
         assert heads == len(tables.keys)
         return read(q, tables, window, scale, keys - q.shape[2])
 
@@ -457,8 +455,9 @@ def _member_rows(parts: list[Tensor], members: Tensor) -> Tensor:
     """[k | bias | v | 1 | t] (B, Hkv, M, e, ·) of each member; absent ones weigh nothing."""
     at, missing = members.clamp_min(0).flatten(2), (members < 0).flatten(2)[..., None]
     keys, values, weight = (take(t, at).masked_fill(missing, 0.0) for t in parts)
-    bias = F.pad(ABSENT * missing.to(keys.dtype), (keys.shape[-1] - 1, 0))
-    return torch.cat([keys + bias, values, weight], -1).view(*members.shape, -1)
+    there = (~missing).to(keys.dtype)
+    rows = torch.cat([keys, ABSENT * missing.to(keys.dtype), values, there, weight], -1)
+    return rows.view(*members.shape, -1)
 
 
 def _weighted_mean(x: Tensor, opened: Tensor) -> Tensor:

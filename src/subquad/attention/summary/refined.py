@@ -74,8 +74,9 @@ class Window:
     """The keys around each query.
 
     Args:
-        keys: (B, Hkv, S, D + 1), [k | 0 or ABSENT].
-        values: (B, Hkv, S, V + 1), [v | 1], zero where a key is `ABSENT`.
+        keys: (B, Hkv, S, D).
+        values: (B, Hkv, S, V).
+        opened: (B, Hkv, S) bool, keys that are read.
         weight: (B, Hkv, S), t of each key, 0 where it is in no cluster.
         cluster: (B, Hkv, S) int64.
         width: keys on each side, a bound for `widths`.
@@ -85,6 +86,7 @@ class Window:
 
     keys: Tensor
     values: Tensor
+    opened: Tensor
     weight: Tensor
     cluster: Tensor
     width: int
@@ -142,7 +144,8 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
     count = len(tables.keys)  # N
     groups, blocks = batch * heads // count, -(-queries // BLOCK)
     pad = blocks * BLOCK - queries
-    rows = F.pad(F.pad(q * scale, (0, 1), value=1.0), (0, 0, 0, pad))
+    rows = F.pad(q, (0, 1, 0, pad))
+    rows.mul_(scale)[..., -1] = 1.0
     rows = rows.view(count, groups, blocks, BLOCK, dim + 1).transpose(1, 2)
     rows = rows.reshape(count, blocks, groups * BLOCK, dim + 1)
     tensors = [rows, tables.keys, tables.values, tables.spread]
@@ -153,10 +156,13 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
         # The spans of all blocks, and nothing else: padding is negative where keys are cut off.
         left = window.width - offset
         right = (blocks - 1) * BLOCK + span - left - window.keys.shape[2]
-        near = (window.keys, window.values, window.weight[..., None])
-        keys, values, weight = (F.pad(t.flatten(0, 1), (0, 0, left, right)) for t in near)
-        keys = _closed_ends(keys, left, right)
-        tensors += [keys, values, weight[..., 0]]
+        opened = F.pad(window.opened.flatten(0, 1), (left, right))
+        keys, values = (
+            F.pad(t.flatten(0, 1), (0, 1, left, right)) for t in (window.keys, window.values)
+        )
+        keys[..., -1] = ABSENT * (~opened).to(keys.dtype)
+        values[..., -1] = opened.to(values.dtype)
+        tensors += [keys, values, F.pad(window.weight.flatten(0, 1), (left, right))]
         cluster = F.pad(window.cluster.flatten(0, 1), (left, right))
         gap = torch.arange(span, device=q.device) - window.width
         gap = (gap - torch.arange(BLOCK, device=q.device)[:, None]).abs()
@@ -187,13 +193,6 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
     out, top = back(out), back(top)
     den = out[..., -1]
     return Partial(out[..., :-1], den, top.masked_fill(den == 0, EMPTY_LOG_SCALE))
-
-
-def _closed_ends(keys: Tensor, left: int, right: int) -> Tensor:
-    """Keys (N, P, D + 1) with `ABSENT` in the last column of the padding."""
-    bias = torch.zeros(keys.shape[1], 1, dtype=keys.dtype, device=keys.device)
-    bias[: max(0, left)], bias[keys.shape[1] - max(0, right) :] = ABSENT, ABSENT
-    return keys + F.pad(bias, (keys.shape[2] - 1, 0))
 
 
 def _chunks(fixed: _Fixed, rows: Tensor) -> Iterator[tuple[slice, slice]]:
