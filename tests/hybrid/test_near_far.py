@@ -260,7 +260,7 @@ def test_budgets_are_kept_at_every_length_and_shrink_with_it(preset):
         assert used <= max(1, min(keys / features, 256 / features))
         sizes = config.of_length(keys)
         near = 2 * sizes.window + 1 if sizes.window > 0 else 0
-        refined = 4 * sizes.members
+        refined = 2 * sizes.members if preset == "default" else 0
         assert min(keys, near + sizes.heavy + refined) == exact
         assert (exact == keys) == (keys <= 32)
     assert config.of_length(256) == config.of_length(10**6)

@@ -88,7 +88,7 @@ class Budget(NamedTuple):
     features: int
 
 
-REFINE = 4
+REFINE = 2
 """Clusters of a query whose members are read exactly, by default."""
 
 SHORT = 32
@@ -102,7 +102,7 @@ def _default(keys: int) -> Sizes:
     if keys <= SHORT:
         return Sizes(0, SHORT, 1, 0)
     exact = min(96, max(SHORT, 3 * keys // 8))
-    members = exact // 24
+    members = min(4, exact // 12)
     window = max(0, (exact // 3 - 1) // 2)
     heavy = exact - _span(window) - REFINE * members
     return Sizes(window, heavy, max(1, min(128, keys // 2)), members)
@@ -130,7 +130,7 @@ class NearFarConfig(Config):
     ========= =================== ============= ===================================
     preset    exact keys E        clusters      of E: window, refined, heavy
     ========= =================== ============= ===================================
-    default   3n/8 in [32, 96]    min(128, n/2) E/3, 4·⌊E/24⌋, the rest
+    default   3n/8 in [32, 96]    min(128, n/2) E/3, 2·min(4, ⌊E/12⌋), the rest
     fast      7n/16 in [32, 112]  min(64, n/4)  E/4, none, the rest
     ========= =================== ============= ===================================
 

@@ -114,7 +114,7 @@ class KeyClustersConfig(Config):
     refine: int = 4
     members: int = 4
     landmarks: int = 64
-    iterations: int = 3
+    iterations: int = 2
     sample: int = 16
 
     def problems(self) -> Iterator[str]:
