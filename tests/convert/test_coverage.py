@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import subquad as sq
 from subquad.convert import Architecture, adapters, coverage, routing
-from subquad.convert.swap import _configs, converted_layers
+from subquad.convert.swap import configs, converted_layers
 
 # Other folders may have a `models`, too: this one is loaded by its place.
 _spec = importlib.util.spec_from_file_location(
@@ -344,7 +344,7 @@ class implementation:
     """Within, all converted configs use the original implementation's name in a pattern."""
 
     def __init__(self, model: nn.Module, pattern: str) -> None:
-        names = [(c, c._attn_implementation) for c in _configs(model)]
+        names = [(c, c._attn_implementation) for c in configs(model)]
         self.configs = [(c, name) for c, name in names if routing.original_name(name)]
         self.pattern = pattern
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import statistics
@@ -25,6 +24,7 @@ from subquad.convert.inputs import (
     longest,
 )
 from subquad.convert.metrics import OutputComparison, Outputs
+from subquad.convert.paths import exactly, probed
 from subquad.convert.probe import (
     AttentionPicture,
     Errors,
@@ -35,7 +35,7 @@ from subquad.convert.probe import (
     uniformly,
 )
 from subquad.convert.saving import remember
-from subquad.convert.swap import _configs, converted_layers, need_transformers
+from subquad.convert.swap import configs, converted_layers, need_transformers
 from subquad.errors import OptionError, UnknownNameError, nearest
 
 __all__ = [
@@ -375,7 +375,7 @@ def layer_errors(
     """
     _need_converted(model)
     watch = Errors(model, ablate)
-    with evaluating(model), _probing(model, watch):
+    with evaluating(model), probed(model, watch):
         for batch in batches(inputs):
             watch.inputs = batch
             Call(model, batch)()
@@ -388,7 +388,7 @@ def _need_converted(model: nn.Module) -> None:
             "the model is not converted: call subquad.convert(model, ...) first, or compare "
             "two models with compare(a, b, inputs)"
         )
-    if any(not isinstance(config, routing.Switch) for config in _configs(model)):
+    if any(not isinstance(config, routing.Switch) for config in configs(model)):
         need_transformers()
 
 
@@ -413,7 +413,7 @@ def _with_itself(
             say(f"batch {index + 1}: exact and converted")
             watch.inputs = batch
             call = Call(model, batch)
-            with _probing(model, watch):
+            with probed(model, watch):
                 exact = call()
             outputs.add(batch, exact, call())
             with uniformly(model):
@@ -502,33 +502,10 @@ def _exactly(model: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
     """The call, with the model's own exact attention."""
 
     def run() -> Any:
-        with _implementation(model, "{}"):
+        with exactly(model):
             return call()
 
     return run
-
-
-@contextlib.contextmanager
-def _probing(model: nn.Module, watch: Callable[..., None]) -> Iterator[None]:
-    """Within, the model runs exactly and shows every converted layer's call to `watch`."""
-    with _implementation(model, "subquad_{}_probe"), routing.probing(watch):
-        yield
-
-
-@contextlib.contextmanager
-def _implementation(model: nn.Module, pattern: str) -> Iterator[None]:
-    """Within, all converted configs use the original implementation's name in `pattern`."""
-    before = []
-    for config in _configs(model):
-        original = routing.original_name(config._attn_implementation)
-        if original is not None:
-            before.append((config, config._attn_implementation))
-            config._attn_implementation_internal = pattern.format(original)
-    try:
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
 
 
 # ---- lengths -----------------------------------------------------------------------------
@@ -627,7 +604,7 @@ def _pictures(
             short = at_length(some, tokens, pair=encoder_decoder(model), repeat=False)
         except OptionError:  # no tokens: images keep their size
             short = some
-        with _probing(model, watch):
+        with probed(model, watch):
             Call(model, short)()
     return watch
 

@@ -145,6 +145,7 @@ class _Carried:
         segments: numbers of packed sequences or chunks, (B, L) and (B, S).
         other: what else was asked for and no `Mask` can say, in words.
         stop: number of leading keys that exist; the rest of a static cache is empty.
+        make: makes the original implementation's own mask, where the tensor is not that.
     """
 
     causal: bool
@@ -153,6 +154,7 @@ class _Carried:
     segments: tuple[Tensor, Tensor] | None = None
     other: str | None = None
     stop: int | None = None
+    make: Callable[[], Tensor | None] | None = None
 
     @property
     def plain(self) -> bool:
@@ -282,7 +284,8 @@ def _flat_mask(
             return None
         mask = torch.ones(1, 1, dtype=torch.bool, device=options.get("device", "cpu"))
         mask = mask.expand(batch_size, kv_length)
-    mask._subquad = carried  # type: ignore[attr-defined]  # travels with the tensor
+    make = cache(partial(_mixed_mask, original, *arguments, attention_mask, **options))
+    mask._subquad = replace(carried, make=make)  # type: ignore[attr-defined]  # travels with it
     return mask
 
 
@@ -315,6 +318,16 @@ def _mixed_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
         )
     return mask
+
+
+def _original_mask(mask: Tensor | Mask | None) -> Tensor | Mask | None:
+    """The original implementation's mask, for a layer that is exact where others are not.
+
+    `convert` sees the model that it is given: layers outside of it that follow the same config
+    (another stack, another model) meet a (B, S) mask. All of them share what is made here.
+    """
+    carried: _Carried | None = getattr(mask, "_subquad", None)
+    return mask if carried is None or carried.make is None else carried.make()
 
 
 class _Reading(NamedTuple):
@@ -649,7 +662,7 @@ def _attend(
             query,
             key,
             value,
-            attention_mask,
+            _original_mask(attention_mask),
             dropout=dropout,
             scaling=scaling,
             **_given(is_causal),

@@ -114,9 +114,11 @@ class SavePretrained:
                 "first: config.quantization_config removed, type(model)(config), "
                 "load_state_dict, convert",
             )
+        now = config._attn_implementation
         own = {
             "quantization_config": record(model),
-            "attn_implementation": str(config._attn_implementation),
+            # Also where converted layers follow a config inside of this one, or none.
+            "attn_implementation": f"subquad_{routing.original_name(now) or now}",
         }
         config.__dict__.update(own)
         try:

@@ -314,7 +314,7 @@ def revert(model: nn.Module) -> int:
         from subquad.convert import cache
 
         cache.detach(model)
-    for config in _configs(model):
+    for config in configs(model):
         original = routing.original_name(config._attn_implementation)
         if original is not None:
             config._attn_implementation_internal = original
@@ -414,7 +414,7 @@ def _owner_config(model: nn.Module, name: str) -> Any:
     return None
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
+def configs(model: nn.Module) -> Iterator[Any]:
     """Every distinct config that modules of this model hold, and the switches of others."""
     seen = set()
     for module in model.modules():
@@ -427,7 +427,7 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 def _switch(model: nn.Module) -> Switch:
     """What layers without a config follow: one of their own, or that of a present conversion."""
-    return next((config for config in _configs(model) if isinstance(config, Switch)), Switch())
+    return next((config for config in configs(model) if isinstance(config, Switch)), Switch())
 
 
 def _set_names(

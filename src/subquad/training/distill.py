@@ -9,7 +9,6 @@ h* and z* are those of the original weights under exact attention; only unmasked
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.convert.compare import _implementation
 from subquad.convert.inputs import encoder_decoder, position_mask
+from subquad.convert.paths import exactly
 from subquad.convert.swap import converted_layers, revert, use_of
 from subquad.errors import OptionError
 
-__all__ = ["LOSSES", "Distillation", "HeldOut", "Outputs", "call", "exact", "frozen_copy"]
+__all__ = ["LOSSES", "Distillation", "HeldOut", "Outputs", "call", "frozen_copy"]
 
 LOSSES = ("auto", "hidden", "logits", "task")
 
@@ -89,11 +88,6 @@ def _first(found: Any) -> Any:
     if isinstance(found, dict):
         return next(iter(found.values()), None)
     return found[0] if isinstance(found, tuple | list) and found else None
-
-
-def exact(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Within, a converted model runs its own exact attention."""
-    return _implementation(model, "{}")
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
@@ -176,7 +170,7 @@ class HeldOut:
             use_of(name, layer) == "causal" for name, layer in converted_layers(model)
         )
         self.wanted: list[tuple[Tensor, ...]] = []
-        with torch.no_grad(), exact(model):
+        with torch.no_grad(), exactly(model):
             for batch in batches:
                 self.wanted.append(self._summary(call(model, batch), batch))
 

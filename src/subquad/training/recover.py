@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from subquad.convert import routing
+from subquad.convert.paths import exactly
 from subquad.convert.saving import RECIPE
 from subquad.convert.swap import converted_layers
 from subquad.errors import OptionError, nearest
@@ -24,7 +25,6 @@ from subquad.training.distill import (
     LOSSES,
     HeldOut,
     call,
-    exact,
 )
 from subquad.training.student import Student, student
 from subquad.training.texts import Example, collator, examples_of, split
@@ -404,7 +404,7 @@ def _share(stage: str, stages: list[str]) -> float:
 def _loss(model: nn.Module, loss: str, one: Example) -> str:
     if loss != "auto":
         return loss
-    with torch.no_grad(), exact(model):
+    with torch.no_grad(), exactly(model):
         return "hidden" if call(model, one).logits is None else "logits"
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from subquad.convert import routing
+from subquad.convert.paths import exactly
 from subquad.errors import OptionError
-from subquad.training.distill import Distillation, call, exact, frozen_copy
+from subquad.training.distill import Distillation, call, frozen_copy
 from subquad.training.texts import Example
 from subquad.training.trainer import Objective
 from subquad.training.transfer import Transfer, mechanism_parameters
@@ -168,7 +169,7 @@ def _low_rank(
 def _unadapted(adapted: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
     adapted.disable_adapter_layers()
     try:
-        with exact(model):
+        with exactly(model):
             return call(model, inputs)
     finally:
         adapted.enable_adapter_layers()

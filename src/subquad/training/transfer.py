@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from subquad.convert import routing
-from subquad.convert.compare import _probing
 from subquad.convert.inputs import encoder_decoder, position_mask
+from subquad.convert.paths import probed
 from subquad.convert.swap import converted_layers
 from subquad.errors import OptionError
 from subquad.training.distill import call, relative_error
@@ -80,6 +80,6 @@ class Transfer:
                 (share / len(self.layers) * loss).backward()
             losses.append(loss.detach())
 
-        with torch.no_grad(), _probing(self.model, watch):
+        with torch.no_grad(), probed(self.model, watch):
             call(self.model, inputs)
         return torch.stack(losses).mean()
