@@ -215,6 +215,8 @@ def ref_near_far(mech, q, k, v, *, allowed, scale, causal=False):
     if causal and config.hold():
         exact = held_keys(config, q, k, opened=opened, scale=scale)
         return exact_or_estimated(far, q, k, v, exact=exact, allowed=allowed, scale=scale)
+    if not causal and config.few(queries, keys):
+        return ref_softmax(mech, q, k, v, allowed=allowed, scale=scale)
     exact = torch.zeros_like(allowed)
     gap = (torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)).abs()
     rows = []

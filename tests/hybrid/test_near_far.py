@@ -445,3 +445,17 @@ def test_parts_together_are_better_than_each_alone_on_a_real_encoder():
         both = error(f"near_far(window=32, heavy=32, sinks=0, far={far})")
         # Each part takes over keys that the others get wrong: a strict order, no tolerance.
         assert both < near < min(window, error(far)), far
+
+
+def test_few_queries_read_all_keys_and_more_do_not() -> None:
+    """What a decoder asks of its encoder token by token costs less than choosing keys."""
+    torch.manual_seed(0)
+    mech = sq.build("near_far(window=0)", head_dim=8, num_heads=2)
+    k, v = torch.randn(2, 1, 2, 311, 8)
+    key = torch.arange(311)[None] < 300
+    for queries, same in ((1, True), (64, True), (65, False)):
+        q = 2 * torch.randn(1, 2, queries, 8)
+        exact = sq.attention(q, k, v, "softmax", key_mask=key)
+        close = torch.allclose(mech(q, k, v, key_mask=key), exact, atol=1e-5)
+        assert close is same
+    assert float(mech.shares(q[:, :, :9], k, key_mask=key)["near"].min()) == pytest.approx(1.0)

@@ -272,6 +272,7 @@ def _flat_mask(
     **options: Any,
 ) -> Tensor | None:
     """The (B, S) mask, or None where that means the same; O(B·S) memory."""
+    _refuse_record(options.get("config"), "the model")
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function)
     carried = _carried(*arguments, attention_mask)
     direction = "causal" if carried.causal else "bidirectional"
@@ -318,6 +319,21 @@ def _mixed_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
         )
     return mask
+
+
+def _refuse_record(config: Any, kind: str) -> None:
+    """Raises where a config says that its model is converted, and the model is not.
+
+    ``from_config`` does not read the record that `subquad.convert.saving` writes.
+    """
+    held = getattr(config, "quantization_config", None)
+    if isinstance(held, dict) and held.get("quant_method") == SLOT:
+        raise UnsupportedError(
+            kind,
+            "attention by a converted model's config alone",
+            "the mechanisms come with from_pretrained; for new weights call subquad.convert on "
+            "this model",
+        )
 
 
 def _original_mask(mask: Tensor | Mask | None) -> Tensor | Mask | None:
@@ -651,6 +667,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     mechanism = module._modules.get(SLOT)
     if mechanism is None:
+        _refuse_record(getattr(module, "config", None), type(module).__name__)
         if (place := _place_of(key, value)) is not None:
             raise UnsupportedError(
                 type(module).__name__,

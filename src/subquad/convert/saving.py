@@ -137,6 +137,10 @@ def attach(model: nn.Module) -> None:
     for module in _pretrained(model):
         if any("_subquad" in inner.__dict__ for inner in module.modules()):
             module.__dict__["save_pretrained"] = SavePretrained(module)
+            # The record of an earlier conversion, in a model made from its config alone.
+            held = module.config.__dict__.get("quantization_config")
+            if isinstance(held, dict) and held.get("quant_method") == METHOD:
+                del module.config.quantization_config
 
 
 def detach(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,15 @@ __all__ = ["Redirect", "swap_sdpa"]
 _Attend = Callable[[Tensor, Tensor, Tensor, Mask, "float | None", float], Tensor]
 
 
+class _Inside(threading.local):
+    """True while this thread is in an `attend`, whose own calls no redirection may take."""
+
+    attending = False
+
+
+_inside = _Inside()
+
+
 class Redirect(TorchFunctionMode):
     """While active, this thread's calls of ``scaled_dot_product_attention`` go to `attend`.
 
@@ -39,7 +49,7 @@ class Redirect(TorchFunctionMode):
 
     def __init__(self, attend: _Attend) -> None:
         super().__init__()
-        self.attend = attend
+        self.attend = _alone(attend)
         self.calls = 0
 
     def __torch_function__(
@@ -47,6 +57,8 @@ class Redirect(TorchFunctionMode):
     ) -> Any:
         """Runs a torch function, or what stands in its place."""
         kwargs = kwargs or {}
+        if _inside.attending:
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -118,6 +130,19 @@ class Redirect(TorchFunctionMode):
         if q.shape[2] == both:
             return square
         return torch.cat([square, self.attend(q[:, :, both:], k, v, Mask(), scale, dropout)], 2)
+
+
+def _alone(attend: _Attend) -> _Attend:
+    """`attend` whose own calls are torch's, whatever redirections there are around it."""
+
+    def run(*args: Any) -> Tensor:
+        _inside.attending = True
+        try:
+            return attend(*args)
+        finally:
+            _inside.attending = False
+
+    return run
 
 
 def _lifted(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:

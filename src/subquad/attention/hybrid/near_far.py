@@ -135,7 +135,8 @@ class NearFarConfig(Config):
     ========= =================== ============= ===================================
 
     so that 512 tokens have 96 exact keys + 128 features, 128 tokens 48 + 64; see `budget`. Rows
-    of up to 32 open keys are read exactly.
+    of up to 32 open keys are read exactly. So are all keys by a call with at most 64 queries, and
+    fewer than keys, as when a decoder reads its encoder token by token: choosing keys costs more.
     With another far field, or none: window 64, sinks 4, heavy 0. Causal calls: window 64,
     sinks 4, and without a far field, which is the default, heavy 62: with what is kept for the
     choice a state of 131 tokens' keys and values. Cross-attention (`for_use`): no window.
@@ -270,6 +271,10 @@ class NearFarConfig(Config):
     def varies(self) -> bool:
         """Whether bidirectional sizes depend on the length."""
         return self.clustered and (self.window is None or self.heavy is None or self.far == "auto")
+
+    def few(self, queries: int, keys: int) -> bool:
+        """Whether a bidirectional call reads all keys: that costs no more than choosing them."""
+        return self.varies() and queries <= LANDMARKS and queries < keys
 
     def budget(self, keys: int) -> Budget:
         """Keys read exactly and features of the far field for n open keys in a row.
@@ -503,6 +508,8 @@ class NearFar(Mechanism):
             held = self._held(q, k, v, mask.key, None, scale, apart=True)[0]
             return {name: [held[name]] if name in held else [] for name in ("near", "heavy", "far")}
         q, k, v = (t if t.dtype == torch.float64 else t.float() for t in (q, k, v))
+        if not mask.causal and self.config.few(q.shape[2], k.shape[2]):
+            return {"near": [_all_keys(q, k, v, mask, scale)], "heavy": [], "far": []}
         if mask.key is None or mask.causal or not self.config.varies():
             return self._parts_of_length(q, k, v, mask, scale, k.shape[2])
         rows = []
@@ -591,6 +598,8 @@ class NearFar(Mechanism):
         assert isinstance(self.far, KeyClusters)
         q, k, v = (t if t.dtype == torch.float64 else t.float() for t in (q, k, v))
         keys = k.shape[2]
+        if self.config.few(q.shape[2], keys):
+            return _all_keys(q, k, v, mask, scale)
         sizes, rows = self.config.of_length(keys), None
         if mask.key is not None and self.config.varies():
             lengths = range(min(keys, SATURATED) + 1)
@@ -950,6 +959,14 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, apart: _Apart, scale: float) -> Part
     size = 8 * q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()
     function = functools.partial(explicit, scale=scale, dtype=q.dtype)
     return as_partial(over_queries(function, q, k, v, apart, size))
+
+
+def _all_keys(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Partial:
+    """Exact sums over all open keys, a chunk of queries at a time."""
+    k, v = clear(k, v, mask)
+    size = 8 * q.shape[0] * q.shape[1] * k.shape[2] * q.element_size()
+    function = functools.partial(explicit, scale=scale, dtype=q.dtype)
+    return as_partial(over_queries(function, q, k, v, mask, size))
 
 
 def _first_open(opened: Tensor, count: int) -> tuple[Tensor, Tensor]:
