@@ -421,6 +421,23 @@ def test_a_calibration_that_fails_leaves_the_model_exact() -> None:
         sq.convert(model, "performer(gauge=centre)", calibrate=[batch], budget="bytes:0.5")
 
 
+def test_inputs_without_a_token_are_refused() -> None:
+    model = tiny("bert")
+    closed = {"input_ids": torch.ones(2, 9).long(), "attention_mask": torch.zeros(2, 9).long()}
+    for spec in ("performer(gauge=centre, statistics=calibrated)", "near_far"):
+        with pytest.raises(sq.OptionError, match="no token that encoder.layer.0.* all are masked"):
+            sq.convert(model, spec, calibrate=closed)
+
+    class Nothing:
+        pad_token_id, model_max_length = 0, 512
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, torch.Tensor]:
+            return {"input_ids": torch.zeros(len(texts), 0)}  # as tokenizers give it, no integers
+
+    with pytest.raises(sq.OptionError, match="texts need a token each, given ''"):
+        sq.convert(model, "near_far", calibrate=[""], tokenizer=Nothing())
+
+
 def test_a_budget_names_one_kind() -> None:
     assert str(sq.Budget.of("bytes=0.5")) == "bytes:0.5" and sq.Budget.of("flops: 2").share == 2.0
     for wrong in ({}, {"flops": 1.0, "bytes": 1.0}):

@@ -476,6 +476,67 @@ def test_mechanisms_that_cannot_are_refused_before_anything_changes() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_models_that_share_a_config_do_not_meet(kind: str, implementation: str) -> None:
+    """One row is what a (B, S) mask would pass for an L×S one without an error."""
+    one = tiny(kind, implementation)
+    other = type(one)(one.config).eval()
+    other.load_state_dict(one.state_dict(), strict=False)
+    given = {name: value[:1] for name, value in inputs(kind).items()}
+    assert other.config is one.config
+    exact, exact_other = hidden(one, **given), hidden(other, **given)
+    sq.convert(one, "linear")
+    assert torch.equal(hidden(other, **given), exact_other)
+    converted = hidden(one, **given)
+    sq.convert(other, "linear")
+    assert sq.revert(other) == 3
+    assert torch.equal(hidden(one, **given), converted)
+    assert torch.equal(hidden(other, **given), exact_other)
+    sq.revert(one)
+    assert torch.equal(hidden(one, **given), exact)
+    assert one.config._attn_implementation == implementation
+
+
+PARTS = {
+    "llama": "model.layers.1",
+    "bart": "model.decoder",
+    "gptj": "transformer.h.1",
+    "bloom": "transformer.h.1",
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_are_converted_and_reverted_alone(kind: str) -> None:
+    """Layers outside of the part follow the same config; they stay what they are."""
+    model, given = tiny(kind), {name: value[:1] for name, value in inputs(kind, "left").items()}
+    part, exact = model.get_submodule(PARTS[kind]), hidden(model, **given)
+    sq.convert(part, "softmax")
+    torch.testing.assert_close(kept(given, hidden(model, **given)), kept(given, exact), **CLOSE)
+    sq.revert(part)
+    assert torch.equal(hidden(model, **given), exact)
+
+    outside = sq.convert(model, "linear", where=lambda name, m: PARTS[kind] not in name)
+    expected = hidden(model, **given)
+    sq.convert(model, "linear")
+    assert not torch.equal(hidden(model, **given), expected)
+    assert sq.revert(part) == len(outside.kept)
+    torch.testing.assert_close(kept(given, hidden(model, **given)), kept(given, expected), **CLOSE)
+    assert sq.revert(model) == len(outside.converted)
+    assert torch.equal(hidden(model, **given), exact)
+
+
+def test_stacks_that_were_converted_one_by_one_are_reverted_one_by_one() -> None:
+    model, given = tiny("bart"), inputs("bart")
+    sq.convert(model.model.encoder, "linear")
+    expected = hidden(model, **given)
+    sq.convert(model.model.decoder, "linear")
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for each in (model, twin):
+        sq.revert(each.model.decoder)
+        assert torch.equal(hidden(each, **given), expected)
+
+
 def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'subquad\[hf\]'"):

@@ -141,5 +141,5 @@ def test_wrong_arguments():
     with pytest.raises(sq.OptionError, match=r"call subquad\.revert first"):
         recall_layers(model, 1, **SMALL)
     encoder = BertModel(BertConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=2))
-    with pytest.raises(sq.OptionError, match="0 layers of causal attention"):
+    with pytest.raises(sq.OptionError, match="causal attention or more; BertModel has 0"):
         recall_layers(encoder, 1)

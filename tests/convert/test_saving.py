@@ -315,6 +315,63 @@ def test_a_file_without_the_mechanisms_tensors_is_an_error(tmp_path):
         loaded(model, tmp_path)
 
 
+def _clip():
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {**sizes, "intermediate_size": 40, "vocab_size": models.VOCAB, "eos_token_id": 2}
+    vision = {**sizes, "intermediate_size": 40, "image_size": 20, "patch_size": 4}
+    torch.manual_seed(0)
+    return tf.CLIPModel(tf.CLIPConfig(text_config=text, vision_config=vision)).eval()
+
+
+@pytest.mark.parametrize("kind", ["falcon", "siglip_vision", "clip"])
+def test_every_folder_stops_processes_without_subquad(kind, tmp_path):
+    """Also where converted layers follow a config inside the model's, or none at all."""
+    model = _clip() if kind == "clip" else tiny(kind)
+    where = {"siglip_vision": lambda name, m: "head" in name}.get(kind)
+    sq.convert(model, "performer(features=16)", where=where)
+    assert saved(model, tmp_path)["attn_implementation"] == "subquad_sdpa"
+    again = loaded(model, tmp_path)
+    assert again.config._attn_implementation == "sdpa" or kind != "siglip_vision"
+    x = {**inputs("vit"), **inputs("bert")} if kind == "clip" else inputs(kind)
+    assert torch.equal(outputs(model, x), outputs(again, x))
+
+
+def outputs(model, x):
+    with torch.no_grad():
+        return model(**x)[0]
+
+
+def test_a_part_that_was_converted_alone_is_saved_with_the_whole(tmp_path):
+    for name, model in (("clip", _clip()), ("bert", tf.BertForMaskedLM(tiny("bert").config))):
+        model.eval()
+        part = model.vision_model if name == "clip" else model.bert.encoder.layer[1]
+        x = {**inputs("vit"), **inputs("bert")} if name == "clip" else inputs("bert")
+        sq.convert(part, "performer(features=16)")
+        config = saved(model, tmp_path / name)
+        assert len(config["quantization_config"]["layers"]) == 1
+        again = loaded(model, tmp_path / name)
+        assert torch.equal(outputs(model, x), outputs(again, x))
+        sq.revert(part)  # of which the whole knows nothing
+        assert "quantization_config" not in saved(model, tmp_path / f"{name} reverted")
+        assert not (tmp_path / f"{name} reverted" / "README.md").exists()
+
+
+@pytest.mark.parametrize("kind", ["llama", "vit"])
+def test_a_converted_models_config_alone_makes_no_exact_model(kind, tmp_path):
+    saved(converted(kind, "performer(features=16)"), tmp_path / "first")
+    config = tf.AutoConfig.from_pretrained(tmp_path / "first")
+    auto = tf.AutoModelForCausalLM if kind == "llama" else tf.AutoModel
+    model = auto.from_config(config).eval()
+    with pytest.raises(sq.UnsupportedError, match="config alone.*from_pretrained.*subquad.convert"):
+        hidden(model, **inputs(kind))
+    # Converted by hand it is a model like any other: it runs, its exact layers too, and saves.
+    names = sq.convert(model, "performer(features=16)").converted
+    sq.convert(model, "performer(features=16)", keep_exact=names[0].name)
+    assert hidden(model, **inputs(kind)).isfinite().all()
+    saved(model, tmp_path / "second")
+    assert same(model, auto.from_pretrained(tmp_path / "second"), kind)
+
+
 def test_quantised_weights_are_refused(tmp_path):
     model = converted()
     for held in ({"quant_method": "gguf"}, tf.GgufConfig(gguf_file="weights.gguf")):

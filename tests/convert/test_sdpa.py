@@ -155,6 +155,19 @@ def test_gradients_go_through() -> None:
         torch.testing.assert_close(t.grad, grad, rtol=1e-4, atol=2e-5)
 
 
+def test_the_inner_of_two_is_the_one_that_runs() -> None:
+    """Exact mechanisms call the function themselves: that is not the outer one's business."""
+    q, k, v = tensors((2, 3), 7, 11)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    with sq.swap_sdpa("performer") as outer:
+        torch.testing.assert_close(swapped("softmax", q, k, v), exact, **CLOSE)
+        assert outer.calls == 0
+        with pytest.raises(sq.ShapeError):
+            swapped("softmax", q, k[0, 0], v)
+        assert not torch.equal(F.scaled_dot_product_attention(q, k, v), exact)
+    assert outer.calls == 1
+
+
 def test_what_is_said() -> None:
     x = torch.randn(1, 2, 5, 4)
     with pytest.warns(UserWarning, match="dropout 0.5 is not applied by 'performer'"):

@@ -102,6 +102,17 @@ def test_causal_layers_are_offered_what_they_can_take() -> None:
     assert "would leak the future" in found.left_out["kernel_nystrom(features=8)"]
 
 
+def test_the_default_mechanism_is_tried_in_causal_layers() -> None:
+    """At the sizes of its causal side: scaled bidirectional ones name a far field that is none."""
+    found = sq.suggest(tiny("llama"), tokens(), mechanisms=["near_far"], repeats=1)
+    assert not found.left_out
+    assert {one.mechanism for one in found.candidates} == {
+        "near_far",
+        "near_far(window=32, heavy=32, sinks=4, far=none)",
+        "near_far(window=128, heavy=124, sinks=4, far=none)",
+    }
+
+
 def test_default_candidates_exist_and_are_measured() -> None:
     found = sq.suggest(tiny("bert"), tokens(1, 24), repeats=1, error=0.5)
     names = {one.mechanism.partition("(")[0] for one in found.candidates}

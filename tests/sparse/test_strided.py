@@ -176,3 +176,11 @@ def test_fixed_takes_no_window():
     q, k, v = inputs(7, 7)
     with pytest.raises(sq.UnsupportedError, match="counts whole blocks"):
         make("strided(pattern=fixed)")(q, k, v, mask=sq.Mask(window=3))
+
+
+@pytest.mark.parametrize("spec", ["strided", "near_far(far=none)", "near_far(far=performer)"])
+def test_a_query_that_is_not_a_number_has_no_output_of_zeros(spec):
+    """Sums over no key give zeros; sums that are NaN stay NaN."""
+    q, k, v = (torch.randn(1, 1, 20, 4) for _ in range(3))
+    q[0, 0, 7] = torch.nan
+    assert sq.attention(q, k, v, spec)[0, 0, 7].isnan().all()

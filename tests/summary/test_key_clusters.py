@@ -284,3 +284,19 @@ def test_the_seed_moves_the_clusters():
     outs = [build(clusters=9, seed=seed)(q, k, v) for seed in (0, 0, 1)]
     assert torch.equal(outs[0], outs[1])
     assert not torch.allclose(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf])
+def test_a_query_that_is_not_finite_has_no_finite_output(value):
+    """Nor an error; other rows of the batch are what they are without it."""
+    for spec in ("key_clusters(clusters=5, refine=2, members=2)", "near_far"):
+        mech = sq.build(spec, head_dim=D, num_heads=H, num_kv_heads=KV, dtype=F64)
+        q, k, v = inputs(90, 90)
+        wanted = mech(q, k, v)[1]
+        q[0, 0, 7] = value
+        q.requires_grad_()
+        out = mech(q, k, v)
+        assert out[0, 0, 7].isnan().all()
+        assert torch.equal(out[1], wanted)
+        out[1].sum().backward()
+        assert q.grad[1].isfinite().all()

@@ -74,3 +74,23 @@ def test_mass_is_the_mean_attention_of_the_landmarks(queries, size, monkeypatch)
 def test_mass_of_a_row_without_keys_is_zero():
     q, k = randn(1, 2, 5, 3), randn(1, 2, 5, 3, seed=1)
     assert not column_mass(q, k, Mask(key=torch.zeros(1, 5).bool()), 1.0, 4).any()
+
+
+def test_the_window_is_no_wider_than_the_sequence(monkeypatch):
+    """Its cost neither: a wider window closes the same keys, all of those in reach."""
+    sizes = []
+    gather = torch.Tensor.gather
+
+    def seen(self, dim, index):
+        sizes.append(index.shape[-1])
+        return gather(self, dim, index)
+
+    monkeypatch.setattr(torch.Tensor, "gather", seen)
+    for queries, keys in ((19, 19), (31, 7), (7, 31)):
+        q, k = randn(1, 2, queries, 3), randn(1, 2, keys, 3, seed=1)
+        far = max(queries, keys) - 1  # no query is farther from a key
+        for window in (10**6, torch.tensor([10**6])):
+            assert not column_mass(q, k, Mask(), 1.0, 4, window=window).any()
+        assert not column_mass(q, k, Mask(), 1.0, 4, window=far).any()
+        assert max(sizes) <= 2 * far + 1
+        sizes.clear()

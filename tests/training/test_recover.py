@@ -293,6 +293,16 @@ def test_a_stage_that_does_harm_is_undone():
         assert f"{method} was undone" in str(report) and "give a lower rate=" in report.notes[0]
 
 
+def test_a_stage_that_ends_in_nan_is_undone():
+    """Weights of 1e30 overflow: the run goes on to its end, and the weights come back."""
+    for method in ("full", "lora"):
+        model = encoder("near_far(window=2, heavy=3, far=key_clusters(clusters=4, members=2))")
+        before = values(model)
+        report = sq.recover(model, rows(), method=method, steps=3, batch=4, rate=1e30)
+        assert not changed(model, before)
+        assert f"{method} was undone: it ended with cosine nan" in report.notes[0]
+
+
 def test_revert_after_transfer_is_the_exact_model_bit_for_bit():
     model, exact = encoder(), encoder(None)
     sq.recover(model, rows(), method="transfer", steps=5)
@@ -479,9 +489,12 @@ def test_padding_never_enters_a_loss():
         ({"method": "lorra"}, "method='lorra' is none of .*did you mean 'lora'"),
         ({"loss": "mse"}, "loss='mse' is none of"),
         ({"minutes": None}, "give steps= or minutes="),
-        ({"minutes": -1}, "minutes=-1 must be > 0"),
+        ({"minutes": -1}, "minutes=-1 must be a number > 0"),
+        ({"minutes": "3"}, "minutes='3' must be a number > 0"),
+        ({"minutes": float("inf")}, "minutes=inf must be a finite number > 0"),
         ({"steps": 0}, "steps=0 must be an integer ≥ 1"),
-        ({"rate": 0.0}, "rate=0.0 must be > 0"),
+        ({"length": 0}, "length=0 must be an integer ≥ 1"),
+        ({"rate": 0.0}, "rate=0.0 must be a number > 0"),
         ({"batch": 6, "accumulate": 4}, "accumulate=4 must divide batch=6"),
         ({"method": "transfer"}, "none of this model's has any"),
         ({"method": "full", "loss": "logits", "steps": 1}, "needs a model with logits"),
@@ -519,3 +532,29 @@ def test_a_model_must_be_converted_and_a_folder_its_own(tmp_path):
         sq.recover(encoder(), rows(), method="transfer", steps=2, resume_from=tmp_path)
     with pytest.raises(OptionError, match="examples"):
         sq.recover(encoder(), rows(seed=9), method="transfer", steps=1, resume_from=tmp_path)
+
+
+def test_a_run_is_continued_only_as_it_was_begun(tmp_path):
+    """Other held-out examples, other weights or another choice of them are another run."""
+
+    def names(part):
+        return lambda name, parameter: part in name
+
+    data, options = rows(8), {"method": "full", "steps": 1, "held_out": rows(3, seed=2)}
+    sq.recover(encoder(), data, **options, where=names("query"), out=tmp_path)
+    begun = {**options, "where": names("query"), "resume_from": tmp_path}
+    for change, model, what in (
+        ({"held_out": rows(3, seed=4)}, encoder(), "held_out"),
+        ({"where": names("key")}, encoder(), "where"),
+        ({"where": None}, encoder(), "where"),
+        ({}, encoder(seed=1), "weights"),
+    ):
+        with pytest.raises(OptionError, match=f"holds another run: {what}: "):
+            sq.recover(model, data, **{**begun, **change})
+    assert sq.recover(encoder(), data, **begun).resumed
+
+
+def test_held_out_examples_of_one_token_predict_nothing():
+    one = [{"input_ids": torch.tensor([3])}]
+    with pytest.raises(OptionError, match="held-out examples need 2 tokens or more"):
+        sq.recover(decoder(), rows(4), steps=1, held_out=one)

@@ -647,7 +647,7 @@ class Layers:
         """Runs the model exactly and takes statistics of every layer that is reached.
 
         Raises:
-            OptionError: if none is.
+            OptionError: if none is, or one sees masked tokens alone.
         """
 
         def take(name: str, call: Attended) -> None:
@@ -662,6 +662,9 @@ class Layers:
                 run(batch, take)
         if not self.found:
             raise OptionError("the inputs reach no converted layer")
+        for name, stats in self.found.items():
+            if not (stats.q.seen and stats.k.seen):
+                raise OptionError(f"the inputs have no token that {name} may read: all are masked")
 
     @property
     def longest(self) -> int:

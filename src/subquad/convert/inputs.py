@@ -31,7 +31,7 @@ def batches(inputs: Any, tokenizer: Any = None, size: int = 8) -> Iterator[Batch
         size: texts in a batch; one where the tokenizer has no padding token.
 
     Raises:
-        OptionError: no batch; texts without a tokenizer; something that is no batch.
+        OptionError: no batch; texts without a tokenizer or a token; something that is no batch.
     """
     if isinstance(inputs, str | Tensor | Mapping | tuple):
         inputs = [inputs]
@@ -43,7 +43,7 @@ def batches(inputs: Any, tokenizer: Any = None, size: int = 8) -> Iterator[Batch
     stream = iter(inputs)
     first = next(stream, None)
     if first is None:
-        raise OptionError("inputs are empty: compare needs at least one batch")
+        raise OptionError("inputs are empty: give at least one batch or text")
     stream = chain([first], stream)
     if isinstance(first, str):
         yield from _tokenised(stream, tokenizer, size)
@@ -68,7 +68,7 @@ def _tokenised(texts: Iterator[Any], tokenizer: Any, size: int) -> Iterator[Batc
         if text is not None:
             group.append(text)
         if group and (text is None or len(group) == size):
-            yield dict(
+            batch = dict(
                 tokenizer(
                     group,
                     padding=len(group) > 1,
@@ -77,6 +77,9 @@ def _tokenised(texts: Iterator[Any], tokenizer: Any, size: int) -> Iterator[Batc
                     return_tensors="pt",
                 )
             )
+            if not batch["input_ids"].numel():
+                raise OptionError(f"texts need a token each, given {group[0]!r}")
+            yield batch
             group = []
 
 

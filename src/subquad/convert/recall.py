@@ -204,6 +204,11 @@ def recall_layers(
         for name, layer in swap._attention_modules(model)
         if (where is None or where(name, layer)) and swap.use_of(name, layer, model) == "causal"
     ]
+    if len(names) < 2:
+        raise OptionError(
+            f"recall is found among two layers of causal attention or more; {type(model).__name__} "
+            f"has {len(names)}"
+        )
     if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < len(names):
         raise OptionError(
             f"count must be from 1 to {len(names) - 1}, for {len(names)} layers of causal "

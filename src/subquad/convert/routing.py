@@ -24,6 +24,7 @@ import inspect
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -285,7 +286,7 @@ def _flat_mask(
             return None
         mask = torch.ones(1, 1, dtype=torch.bool, device=options.get("device", "cpu"))
         mask = mask.expand(batch_size, kv_length)
-    make = cache(partial(_mixed_mask, original, *arguments, attention_mask, **options))
+    make = partial(_mixed_mask, original, *arguments, attention_mask, **options)
     mask._subquad = replace(carried, make=make)  # type: ignore[attr-defined]  # travels with it
     return mask
 
@@ -343,7 +344,11 @@ def _original_mask(mask: Tensor | Mask | None) -> Tensor | Mask | None:
     (another stack, another model) meet a (B, S) mask. All of them share what is made here.
     """
     carried: _Carried | None = getattr(mask, "_subquad", None)
-    return mask if carried is None or carried.make is None else carried.make()
+    if carried is None or carried.make is None:
+        return mask
+    made = carried.make()
+    mask._subquad = replace(carried, make=lambda: made)  # type: ignore[union-attr]  # a tensor
+    return made
 
 
 class _Reading(NamedTuple):
@@ -453,6 +458,25 @@ class Layer:
     adapter: Any = None
     caches: str = ""
     hook: Any = None
+
+    def __post_init__(self) -> None:
+        _LAYERS.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles
+        self.__dict__.update(state)
+        _LAYERS.add(self)
+
+    def forget(self) -> None:
+        """The layer is exact again."""
+        _LAYERS.discard(self)
+
+
+_LAYERS: weakref.WeakSet[Layer] = weakref.WeakSet()
+
+
+def followers(config: Any) -> list[Layer]:
+    """Converted layers, of any model, that go by this config."""
+    return [layer for layer in _LAYERS if layer.config is config]
 
 
 @dataclass(eq=False)

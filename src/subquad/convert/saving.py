@@ -22,6 +22,7 @@ buffers are in it.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import re
@@ -103,6 +104,9 @@ class SavePretrained:
             UnsupportedError: the model's weights are quantised: there is room for one record.
         """
         model, config = self.model, self.model.config
+        if not _converted(model):  # its parts were reverted one by one
+            type(model).save_pretrained(model, save_directory, is_main_process, *args, **options)
+            return
         held = config.__dict__.get("quantization_config")
         if held is not None:
             held = held if isinstance(held, dict) else held.to_dict()
@@ -134,6 +138,8 @@ class SavePretrained:
 
 def attach(model: nn.Module) -> None:
     """Gives every transformers model with a converted layer inside its `SavePretrained`."""
+    if "transformers" in sys.modules:
+        _see_wholes()
     for module in _pretrained(model):
         if any("_subquad" in inner.__dict__ for inner in module.modules()):
             module.__dict__["save_pretrained"] = SavePretrained(module)
@@ -141,6 +147,23 @@ def attach(model: nn.Module) -> None:
             held = module.config.__dict__.get("quantization_config")
             if isinstance(held, dict) and held.get("quant_method") == METHOD:
                 del module.config.quantization_config
+
+
+@functools.cache
+def _see_wholes() -> None:
+    """Lets models around a part that was converted alone save it too: `convert` never saw them."""
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.save_pretrained
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, *args: Any, **options: Any) -> None:
+        if "save_pretrained" not in self.__dict__ and _converted(self):
+            attach(self)
+            return self.save_pretrained(*args, **options)  # type: ignore[no-any-return]
+        return original(self, *args, **options)
+
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
 
 
 def detach(model: nn.Module) -> None:

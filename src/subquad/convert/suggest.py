@@ -201,7 +201,8 @@ def suggest(
     layers = Layers(model, convert("softmax"))
     layers.observe(held)
     asked = CANDIDATES if mechanisms is None else tuple(mechanisms)
-    settings, left_out = _settings(convert, asked, layers.longest)
+    causal = all(row.use == "causal" for row in layers.rows.values())
+    settings, left_out = _settings(convert, asked, None if causal else layers.longest)
     swap.revert(model)
     if not settings:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
@@ -211,22 +212,31 @@ def suggest(
 
 
 def _settings(
-    convert: Callable[..., swap.ConversionReport], asked: Sequence[Any], longest: int
+    convert: Callable[..., swap.ConversionReport], asked: Sequence[Any], longest: int | None
 ) -> tuple[dict[str, dict[str, Config]], dict[str, str]]:
-    """Settings that every layer takes, with their config in each, and why others are left out."""
+    """Settings that every layer takes, with their config in each, and why others are left out.
+
+    Sizes that depend on the length are those at `longest`; None: causal layers have no such ones.
+    """
     found: dict[str, dict[str, Config]] = {}
     left_out: dict[str, str] = {}
     for one in asked:
         config = resolve(one)[1]
-        for size in ladder(config, FACTORS, longest):
+        base = config.for_use("causal") if longest is None else config
+        refused: dict[str, str] = {}
+        sizes = [config if size == base else size for size in ladder(base, FACTORS, longest)]
+        for size in sizes:
             try:
                 report = convert(size)
             except SubquadError as problem:
                 # The list of who could take it is long, and the table answers that.
-                left_out.setdefault(str(config), str(problem).partition(" These do: ")[0])
-                break
+                refused[str(size)] = str(problem).partition(" These do: ")[0]
+                continue
             configs = {row.name: resolve(row.mechanism)[1] for row in report.converted}
             found.setdefault(str(size), configs)
+        if len(refused) == len(sizes):  # one line for all
+            refused = {str(config): next(iter(refused.values()))}
+        left_out |= refused
     return found, left_out
 
 

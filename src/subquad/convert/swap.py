@@ -305,6 +305,8 @@ def _picked(
 def revert(model: nn.Module) -> int:
     """Undoes `convert`, bit for bit: submodules, implementation names and masks.
 
+    Converted layers outside of `model`, such as its decoder's, stay converted.
+
     Returns:
         The number of layers that were converted; 0 if the model was not.
     """
@@ -314,17 +316,22 @@ def revert(model: nn.Module) -> int:
         from subquad.convert import cache
 
         cache.detach(model)
-    for config in configs(model):
-        original = routing.original_name(config._attn_implementation)
-        if original is not None:
-            config._attn_implementation_internal = original
+    followed, adapted = list(configs(model)), False
     for module in model.modules():
         info = module.__dict__.pop("_subquad", None)
         if info is not None:
             if info.adapter is not None:
                 info.adapter.remove(module)
+                adapted = True
             del module._modules[SLOT]
+            info.forget()
             count += 1
+    for config in followed:
+        original = routing.original_name(config._attn_implementation)
+        if original is not None and not routing.followers(config):
+            config._attn_implementation_internal = original
+        elif original is not None and adapted:  # layers outside of the model go on
+            config._attn_implementation_internal = f"subquad_{original}_mixed"
     return count
 
 
@@ -443,6 +450,8 @@ def _set_names(
     for name, layer in picked:
         configs = _own_configs(model, name, layer, switch)
         mixed = any(id(config) in exact for config in configs)
+        # Neighbours outside of a part that is given alone read the mask themselves.
+        mixed = mixed or (adapters.find(layer) is not None and _owner_config(model, name) is None)
         for config in configs:
             now = config._attn_implementation
             original = routing.original_name(now) or now

@@ -191,7 +191,10 @@ class HeldOut:
             return {"cosine": float(first.mean()), "cosine_p5": low}
         found = {"agreement": float(first.mean())}
         if len(values[0]) == 3:
-            gap = sum(float(value[1]) for value in values) / sum(int(v[2]) for v in values)
+            tokens = sum(int(value[2]) for value in values)
+            if not tokens:
+                raise OptionError("held-out examples need 2 tokens or more: the next is predicted")
+            gap = sum(float(value[1]) for value in values) / tokens
             found["perplexity_ratio"] = math.exp(gap)
         else:
             found["kl"] = float(torch.cat([value[1] for value in values]).mean())

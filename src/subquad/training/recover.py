@@ -21,6 +21,7 @@ from subquad.convert.paths import exactly
 from subquad.convert.saving import RECIPE
 from subquad.convert.swap import converted_layers
 from subquad.errors import OptionError, nearest
+from subquad.options import integer_problem, number_problem
 from subquad.training.distill import (
     LOSSES,
     HeldOut,
@@ -244,7 +245,7 @@ def recover(
         >>> report.curve[-1]["loss"] < report.curve[1]["loss"]
         True
     """
-    _check(model, method, minutes, steps, batch, accumulate, rank, loss, rate)
+    _check(model, method, minutes, steps, length, batch, accumulate, rank, loss, rate)
     need_trainer()
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     length = min(length, longest) if isinstance(longest, int) and longest > 0 else length
@@ -278,12 +279,17 @@ def recover(
         stages = _stages(model, method)
         sample = prepared(tests[:batch])
         loss = _loss(model, loss, prepared(tests[:1]))
-        recipe = {
-            "stages": stages, "steps": steps, "minutes": minutes, "length": length, "batch": batch,
-            "accumulate": accumulate, "rate": rate, "rank": rank, "loss": loss, "seed": seed,
-            "examples": _digest(examples), "mechanism": _mechanism(model),
-        }  # fmt: skip
-        resumed = _begin(folder, recipe, resume) if out or resume_from else False
+        resumed = False
+        if out or resume_from:
+            recipe = {
+                "stages": stages, "steps": steps, "minutes": minutes, "length": length,
+                "batch": batch, "accumulate": accumulate, "rate": rate, "rank": rank, "loss": loss,
+                "seed": seed, "examples": _digest(examples), "held_out": _digest(tests),
+                "mechanism": _mechanism(model), "where": _chosen(model, where),
+                "weights": _digest([{n: t for n, t in model.state_dict().items()
+                                     if isinstance(t, torch.Tensor)}]),
+            }  # fmt: skip
+            resumed = _begin(folder, recipe, resume)
         curve: list[Point] = [{"stage": stages[0], "step": 0, "seconds": 0.0, **before}]
         count, now, notes = 0, before, []
         for index, stage in enumerate(stages):
@@ -357,6 +363,7 @@ def _check(
     method: str,
     minutes: float | None,
     steps: int | None,
+    length: int,
     batch: int,
     accumulate: int,
     rank: int,
@@ -370,14 +377,14 @@ def _check(
             problems.append(f"{name}={value!r} is none of {', '.join(allowed)}{hint}")
     if steps is None and minutes is None:
         problems.append("give steps= or minutes=: neither says how long to train")
-    if minutes is not None and not minutes > 0:
-        problems.append(f"minutes={minutes!r} must be > 0")
-    if rate is not None and not rate > 0:
-        problems.append(f"rate={rate!r} must be > 0")
-    for name, number in (("steps", steps), ("batch", batch), ("accumulate", accumulate),
-                         ("rank", rank)):  # fmt: skip
-        if number is not None and (not isinstance(number, int) or number < 1):
-            problems.append(f"{name}={number!r} must be an integer ≥ 1")
+    for name, number in (("minutes", minutes), ("rate", rate)):
+        if number is not None:  # endless minutes are fine where steps end the run
+            finite = name != "minutes" or steps is None
+            problems += number_problem(name, number, 0.0, open_low=True, finite=finite)
+    for name, whole in (("steps", steps), ("length", length), ("batch", batch),
+                        ("accumulate", accumulate), ("rank", rank)):  # fmt: skip
+        if whole is not None:
+            problems += integer_problem(name, whole, 1)
     if not problems and batch % accumulate:
         problems.append(f"accumulate={accumulate} must divide batch={batch}")
     if not isinstance(model, nn.Module) or not converted_layers(model):
@@ -467,14 +474,23 @@ def _begin(folder: Path, recipe: dict[str, Any], resume: bool) -> bool:
     return False
 
 
-def _digest(examples: list[Example]) -> str:
-    """A fingerprint of the data, so that a run is not continued on other texts."""
+def _digest(rows: list[Example]) -> str:
+    """A fingerprint of tensors, so that no run is continued from other weights or on other data."""
     found = hashlib.sha256()
-    for example in examples:
-        for name, value in sorted(example.items()):
-            found.update(name.encode())
-            found.update(value.double().cpu().numpy().tobytes())
+    for row in rows:
+        for name, value in sorted(row.items()):
+            found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            flat = value.detach().cpu().contiguous().flatten()
+            found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()[:16]
+
+
+def _chosen(model: nn.Module, where: Callable[[str, nn.Parameter], bool] | None) -> str | None:
+    """A fingerprint of the parameters that `where` picks."""
+    if where is None:
+        return None
+    names = [name for name, parameter in model.named_parameters() if where(name, parameter)]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def _run(

@@ -542,7 +542,7 @@ class BigBird(Mechanism):
                 key=present, need_lse=True,
             )  # fmt: skip
             assert lse is not None
-            far = Partial(out, (lse.detach() > EMPTY).to(lse.dtype), lse)
+            far = Partial(out, (lse.detach() != EMPTY).to(lse.dtype), lse)
         return combine([part, far])
 
     def _heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:

@@ -115,7 +115,7 @@ def partial(
         k, v = clear(k, v, mask)
     out, lse = _run(q, k, v, mask, pattern, scale, need_lse=True)
     assert lse is not None
-    den = (lse.detach() > EMPTY).to(lse.dtype)
+    den = (lse.detach() != EMPTY).to(lse.dtype)  # NaN is a result, not the lack of one
     return Partial(out, den, lse)
 
 

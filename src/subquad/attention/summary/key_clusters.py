@@ -10,7 +10,7 @@ queries weigh them alike.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +38,9 @@ GOLDEN = 0.6180339887498949
 """Multiples of it modulo 1 are spread evenly."""
 
 BITS = 31
+
+HEADS_BYTES = 8 * 2**20
+"""Bytes of the keys of the heads that are read at once: what is made of them stays in cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +95,17 @@ class Beside:
     members: int | None = None
     row_clusters: Tensor | None = None
     row_members: Tensor | None = None
+
+    def heads(self, part: slice) -> Beside:
+        """Of some key/value heads only."""
+
+        def cut(t: Tensor | None) -> Tensor | None:
+            return t if t is None or t.shape[1] == 1 else t[:, part]
+
+        return replace(
+            self, closed=cut(self.closed), listed=cut(self.listed), there=cut(self.there),
+            mass=cut(self.mass),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,7 +168,7 @@ class KeyClusters(Mechanism):
     A cluster m stands for its keys by their mean and spread. With μ the mean of scale·q,
 
         t_j = exp(μ·k_j − β_m),   T_m = Σ_m t_j,   k̄_m = Σ_m t_j k_j / T_m,
-        φ_im = exp(scale·q_i·k̄_m + β_m − μ·k̄_m)·(1 + min(h_im, 8)),   h_im = ½ Σ_d x_id² var_md
+        φ_im = exp(scale·q_i·k̄_m + β_m − μ·k̄_m)·(1 + min(h_im, 4)),   h_im = ½ Σ_d x_id² var_md
 
     the tilt t makes φ_im t_j exact for the mean query whatever the cluster; for others φ_im T_m
     without h is a lower bound of Σ_m e^{s_ij} by Jensen's inequality, and h its second-order term,
@@ -280,7 +294,13 @@ class KeyClusters(Mechanism):
 
     @torch.no_grad()
     def select(
-        self, q: Tensor, k: Tensor, mask: Mask, scale: float, beside: Beside | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: Mask,
+        scale: float,
+        beside: Beside | None = None,
+        part: slice = slice(None),
     ) -> Selection:
         """Clusters and members of a call.
 
@@ -290,6 +310,7 @@ class KeyClusters(Mechanism):
             mask: its key part (B, S).
             scale: factor of the logits.
             beside: what other parts read.
+            part: which of the mechanism's key/value heads these are.
         """
         beside = beside or Beside()
         q, k = (t.detach().to(sums_dtype(t.dtype)) for t in (q, k))
@@ -305,9 +326,9 @@ class KeyClusters(Mechanism):
         mean, metric, whiten = _metric(q, k, mask, scale)
         points = k @ metric
         centre = _weighted_mean(points, held)
-        points = points.sub_(centre).mul_(held[..., None])
+        points = points.sub_(centre)
         count = min(config.clusters, keys, beside.clusters or keys)
-        cluster = self._cluster(points, mass, held, opened, count, beside.row_clusters)
+        cluster = self._cluster(points, mass, held, opened, count, beside.row_clusters, part)
         tilt = (k @ mean[..., None])[..., 0]
         base = tilt.new_full((batch, kv, count), float("-inf"))
         base = base.scatter_reduce(-1, cluster, tilt.masked_fill(~held, float("-inf")), "amax")
@@ -329,6 +350,7 @@ class KeyClusters(Mechanism):
         opened: Tensor,
         count: int,
         limit: Tensor | None,
+        part: slice,
     ) -> Tensor:
         """The cluster of each key (B, Hkv, S), 0 where it is in none."""
         config, keys = self.config, points.shape[2]
@@ -340,7 +362,7 @@ class KeyClusters(Mechanism):
         average = share.sum(-1, keepdim=True) / total[..., None].clamp_min(1)
         weight = share / torch.where(average > 0, average, torch.ones_like(average)) + FLOOR
         rank = opened.long().cumsum(-1)
-        start = (self.offsets.double() + 0.5) / 2.0**BITS
+        start = (self.offsets[part].double() + 0.5) / 2.0**BITS
         even = ((rank[:, None] * GOLDEN + start[:, None]) % 1.0).to(weight.dtype)
         even = even.clamp(1e-6, 1.0 - 1e-6)
         score = weight.log() - (-even.log()).log()
@@ -401,9 +423,35 @@ class KeyClusters(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, beside: Beside
     ) -> Partial:
         """Sums over clusters, and over the window and listed keys where `beside` has them."""
+        kv, groups = k.shape[1], q.shape[1] // k.shape[1]
+        step = max(1, HEADS_BYTES // (k[:, 0].numel() * k.element_size()))
+        parts = []
+        for part in (slice(head, min(kv, head + step)) for head in range(0, kv, step)):
+            served = slice(part.start * groups, part.stop * groups)
+            some = (q[:, served], k[:, part], v[:, part])
+            parts.append(self._joined(*some, mask, scale, beside.heads(part), part))
+        if len(parts) == 1:
+            return parts[0]
+        num, den, log_scale = (
+            torch.cat([getattr(part, name) for part in parts], 1)
+            for name in ("num", "den", "log_scale")
+        )
+        return Partial(num, den, log_scale)
+
+    def _joined(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        beside: Beside,
+        part: slice,
+    ) -> Partial:
+        """`joined` of some key/value heads."""
         dtype = sums_dtype(q.dtype)
         q, k, v = q.to(dtype), *clear(k.to(dtype), v.to(dtype), mask)
-        chosen = self.select(q, k, mask, scale, beside)
+        chosen = self.select(q, k, mask, scale, beside, part)
         batch, kv, keys = k.shape[:3]
         heads, count = batch * kv, chosen.base.shape[-1]
 
@@ -435,13 +483,14 @@ class KeyClusters(Mechanism):
             listed_v = torch.cat([take(v, beside.listed) * there, there], -1)
             listed[..., -1] = listed[..., -1].masked_fill(~beside.there, ABSENT)
             columns, values = torch.cat([columns, listed], 2), torch.cat([values, listed_v], 2)
-        members = place = None
+        members = member_values = place = None
         if self.config.refine and chosen.members.shape[-1]:
             place = chosen.members.flatten(0, 1)
-            members = _member_rows([k, v, weight[..., None]], chosen.members).flatten(0, 1)
+            rows = _member_rows(k, v, weight, chosen.members)
+            members, member_values = (t.flatten(0, 1) for t in rows)
         tables = Tables(
             columns.flatten(0, 1), values.flatten(0, 1), spread.flatten(0, 1),
-            whiten.flatten(0, 1), members, place, min(self.config.refine, count),
+            whiten.flatten(0, 1), members, member_values, place, min(self.config.refine, count),
         )  # fmt: skip
         window = None
         if beside.window >= 0:
@@ -451,13 +500,14 @@ class KeyClusters(Mechanism):
         return read(q, tables, window, scale, keys - q.shape[2])
 
 
-def _member_rows(parts: list[Tensor], members: Tensor) -> Tensor:
-    """[k | bias | v | 1 | t] (B, Hkv, M, e, ·) of each member; absent ones weigh nothing."""
+def _member_rows(k: Tensor, v: Tensor, weight: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    """[k | bias | t] and [v | 1] (B, Hkv, M, e, ·) of each member; absent ones weigh nothing."""
     at, missing = members.clamp_min(0).flatten(2), (members < 0).flatten(2)[..., None]
-    keys, values, weight = (take(t, at).masked_fill(missing, 0.0) for t in parts)
+    keys, values, tilt = (take(t, at).masked_fill(missing, 0.0) for t in (k, v, weight[..., None]))
     there = (~missing).to(keys.dtype)
-    rows = torch.cat([keys, ABSENT * missing.to(keys.dtype), values, there, weight], -1)
-    return rows.view(*members.shape, -1)
+    rows = torch.cat([keys, ABSENT * missing.to(keys.dtype), tilt], -1)
+    summed = torch.cat([values, there], -1)
+    return rows.view(*members.shape, -1), summed.view(*members.shape, -1)
 
 
 def _weighted_mean(x: Tensor, opened: Tensor) -> Tensor:
@@ -469,23 +519,25 @@ def _weighted_mean(x: Tensor, opened: Tensor) -> Tensor:
 def _metric(q: Tensor, k: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Mean μ (B, Hkv, D) of scale·q, L with LLᵀ their covariance, and L^-ᵀ (B, Hkv, D, D)."""
     kv, keys = k.shape[1:3]
-    x = (q * scale).unflatten(1, (kv, -1)).flatten(2, 3)
+    x = q.unflatten(1, (kv, -1)).flatten(2, 3)
     opened = open_queries(mask, q, keys)[:, None].repeat(1, kv, q.shape[1] // kv)
     if mask.key is not None:
         x = x.masked_fill(~opened[..., None], 0.0)
     mean = _weighted_mean(x, opened)
-    apart = x.sub_(mean)
+    apart = x - mean
     if mask.key is not None:
         apart = apart.mul_(opened[..., None])
     total = opened.sum(-1).clamp_min(1).double()[..., None, None]
-    cov = (apart.transpose(-1, -2) @ apart).double() / total
+    cov = (apart.transpose(-1, -2) @ apart).double() * (scale**2 / total)
     level = cov.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     # Queries that are all the same leave any metric free.
     level = torch.where(level > 0, JITTER * level, torch.ones_like(level))
     eye = torch.eye(cov.shape[-1], dtype=cov.dtype, device=cov.device)
-    factor = torch.linalg.cholesky(cov + level * eye)
+    factor, failed = torch.linalg.cholesky_ex(cov + level * eye)
+    # Queries that are not finite make outputs that are not, as in exact attention, and no error.
+    factor = factor.masked_fill((failed > 0)[..., None, None], float("nan"))
     inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
-    return mean[:, :, 0], factor.to(x.dtype), inverse.transpose(-1, -2).to(x.dtype)
+    return scale * mean[:, :, 0], factor.to(x.dtype), inverse.transpose(-1, -2).to(x.dtype)
 
 
 def _members(cluster: Tensor, held: Tensor, mass: Tensor, count: int, each: int) -> Tensor:

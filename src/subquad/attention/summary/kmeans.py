@@ -23,18 +23,20 @@ def sums(x: Tensor, cluster: Tensor, count: int) -> Tensor:
     return total.view(batch, heads, count, dim)
 
 
-def coded(x: Tensor) -> tuple[Tensor, int]:
+def coded(x: Tensor, *, over: bool = False) -> tuple[Tensor, int]:
     """Integers ordered as the entries of x ≥ 0 (…, n), and the bits that hold their index.
 
     The bits of positive floats are ordered as the numbers are. With the index in place of the
     last ones, the largest integer is value and index at once, and ``amax`` runs on vector units
     where ``argmax`` and ``topk`` do not; entries that differ in these bits alone count as equal.
+    They take the place of a contiguous x if `over`.
     """
     total = x.shape[-1]
     last = (1 << (total - 1).bit_length()) - 1
     bits = x.contiguous().view(torch.int64 if x.dtype == torch.float64 else torch.int32)
     index = torch.arange(total, device=x.device, dtype=bits.dtype)
-    return (bits & ~last).bitwise_or_(index), last
+    bits = bits.bitwise_and_(~last) if over else bits & ~last
+    return bits.bitwise_or_(index), last
 
 
 def nearest(x: Tensor, centres: Tensor, usable: Tensor | None = None) -> Tensor:
@@ -47,15 +49,15 @@ def nearest(x: Tensor, centres: Tensor, usable: Tensor | None = None) -> Tensor:
         centres: (B, h, C, D).
         usable: (B, h, C) bool, or None for all.
     """
-    columns = centres.transpose(-1, -2)
+    columns = -centres.transpose(-1, -2)
     half = 0.5 * centres.square().sum(-1)[:, :, None]
     if usable is not None:
         half = half.masked_fill(~usable[:, :, None], float("inf"))
     found = []
     for part in x.split(max(1, SCORE_BYTES // (half.numel() * x.element_size())), 2):
-        score = (part @ columns).sub_(half)
+        far = (part @ columns).add_(half)
         # How much farther than the nearest: zero there alone, which no lost bit can hide.
-        code, last = coded(score.sub_(score.amax(-1, keepdim=True)).neg_())
+        code, last = coded(far.sub_(far.amin(-1, keepdim=True)), over=True)
         found.append((code.amin(-1) & last).long())
     return torch.cat(found, 2)
 

@@ -12,10 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from subquad.attention.exact.engine import CHUNK_BYTES, sums_dtype
+from subquad.attention.exact.engine import sums_dtype
 from subquad.attention.masks import Mask
 
 __all__ = ["column_mass", "of_rank", "open_queries", "open_tokens", "strata", "take"]
+
+CHUNK_BYTES = 16 * 2**20
+"""Bytes of the logits and weights of the landmarks that are read at once."""
 
 
 def open_tokens(key: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
@@ -80,12 +83,12 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return found.view(batch, heads, count, x.shape[-1])
 
 
-def _close(weights: Tensor, place: Tensor, window: int | Tensor) -> None:
+def _close(weights: Tensor, place: Tensor, window: int | Tensor, farthest: int) -> None:
     """Zeros in weights (B, h, T, S), in place, where |place − j| ≤ window for place (B, h, T, 1).
 
-    Cost O(T·window), not O(T·S).
+    Cost O(T·window), not O(T·S); no |place − j| exceeds `farthest`.
     """
-    most = int(window.max()) if isinstance(window, Tensor) else window
+    most = min(farthest, int(window.max()) if isinstance(window, Tensor) else window)
     if most < 0:
         return
     step = torch.arange(-most, most + 1, device=place.device)
@@ -106,7 +109,7 @@ def column_mass(
 ) -> Tensor:
     """Mean attention that each key gets from `count` landmark queries of each query head.
 
-    Cost 2·T·S·D FLOPs a query head, O(S) memory: landmarks are taken 64 MiB at a time.
+    Cost 2·T·S·D FLOPs a query head, O(S) memory: landmarks are taken 16 MiB at a time.
 
     Args:
         q: (B, H, L, D).
@@ -132,19 +135,25 @@ def column_mass(
     columns = k.to(dtype).transpose(-1, -2)
     closed = None if mask.key is None else ~mask.key[:, None, None]
     place = (position + (keys - q.shape[2])).repeat(1, 1, groups)[..., None]
-    size = rows.shape[2]  # a single chunk has to compile for any length
+    heads, size = kv, rows.shape[2]  # a single chunk has to compile for any length
     if not torch.compiler.is_compiling():
-        size = min(size, max(1, CHUNK_BYTES // (2 * batch * kv * keys * dtype.itemsize)))
-    total: Tensor | None = None
-    for start in range(0, rows.shape[2], size):
-        logits = rows[:, :, start : start + size] @ columns
-        if closed is not None:  # finite: a row without any open key stays finite too
-            logits = logits.masked_fill(closed, torch.finfo(dtype).min)
-        weights = logits.softmax(-1)
-        if isinstance(window, Tensor) or window >= 0:
-            _close(weights, place[:, :, start : start + size], window)
-        part = weights.sum(2)
-        total = part if total is None else total + part
-    assert total is not None
-    total = total / rows.shape[2]
+        chunk = CHUNK_BYTES // (2 * batch * keys * dtype.itemsize)
+        size = min(size, max(1, chunk))
+        heads = max(1, chunk // size)
+    parts = []
+    for part in (slice(head, head + heads) for head in range(0, kv, heads)):
+        total: Tensor | None = None
+        for start in range(0, rows.shape[2], size):
+            logits = rows[:, part, start : start + size] @ columns[:, part]
+            if closed is not None:  # finite: a row without any open key stays finite too
+                logits = logits.masked_fill(closed, torch.finfo(dtype).min)
+            weights = logits.softmax(-1)
+            if isinstance(window, Tensor) or window >= 0:
+                farthest = max(keys, q.shape[2]) - 1
+                _close(weights, place[:, part, start : start + size], window, farthest)
+            found = weights.sum(2)
+            total = found if total is None else total + found
+        assert total is not None
+        parts.append(total)
+    total = torch.cat(parts, 1) / rows.shape[2]
     return total if mask.key is None else total.masked_fill(~mask.key[:, None], 0.0)

@@ -54,8 +54,9 @@ class Tables:
         values: (N, M + g, V + 1), [S_m] and [v_j | 1], zero for what is not there.
         spread: (N, M, D) variances within the clusters, in the coordinates of `whiten`.
         whiten: (N, D + 1, D) from [scale·q | 1] to the coordinates of `spread`.
-        members: (N, M, e, D + V + 3), [k | 0 or ABSENT | v | 1 | t] of the members that may be
-            read exactly; None for none.
+        members: (N, M, e, D + 2), [k | 0 or ABSENT | t] of the members that may be read exactly;
+            None for none.
+        member_values: (N, M, e, V + 1) their [v | 1].
         place: (N, M, e) their positions.
         refine: clusters of each query whose members are read exactly.
     """
@@ -65,6 +66,7 @@ class Tables:
     spread: Tensor
     whiten: Tensor
     members: Tensor | None
+    member_values: Tensor | None
     place: Tensor | None
     refine: int
 
@@ -176,8 +178,8 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
         if widths is None:
             widths = torch.full((1,), window.width, device=q.device)
         wide += 3 * span
-    if tables.members is not None:
-        tensors.append(tables.members)
+    if tables.members is not None and tables.member_values is not None:
+        tensors += [tables.members, tables.member_values]
         wide += min(tables.refine, tables.spread.shape[1]) * tables.members[0, 0].numel()
     fixed = _Fixed(
         tables.whiten, tables.place, cluster, reach, widths, tables.refine,
@@ -290,7 +292,7 @@ def _rows(
         tops.append(listed.detach().amax(-1, keepdim=True))
     if rest:
         chosen = _largest(phi.detach(), fixed.refine)  # (n, b·R, r)
-        refined, member_v, member_t = _member_scores(fixed, blocks, flat, rest[0], chosen)
+        refined, member_t = _member_scores(fixed, blocks, flat, rest[0], chosen)
         tops.append(refined.detach().amax(-1, keepdim=True))
     top = functools.reduce(torch.maximum, tops).clamp_min(0.1 * ABSENT)
 
@@ -303,7 +305,7 @@ def _rows(
         own = phi.gather(-1, chosen)[..., None] * member_t.unflatten(-1, (-1, each))
         there = refined > 0.5 * ABSENT
         change = _times(_less(_exp(refined - top), own.flatten(-2)), there)
-        out = out + (change[..., None, :] @ member_v)[..., 0, :]
+        out = out + _member_sums(change, rest[1], chosen)
     if near_v is not None:
         assert weight is not None and fixed.cluster is not None and fixed.reach is not None
         span = fixed.reach.shape[-1]
@@ -360,18 +362,15 @@ def _near_scores(fixed: _Fixed, rows: Tensor, keys: Tensor) -> Tensor:
 
 def _member_scores(
     fixed: _Fixed, blocks: slice, rows: Tensor, members: Tensor, chosen: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (n, rows, r·e) of the members of the chosen clusters, their values and weights.
+) -> tuple[Tensor, Tensor]:
+    """Logits (n, rows, r·e) of the members of the chosen clusters, and their weights t.
 
     Members within the window are `ABSENT`.
     """
-    (count, clusters), width = members.shape[:2], members.shape[-1]
-    dim = rows.shape[-1]
-    first = torch.arange(count, device=rows.device)[:, None, None] * clusters
-    flat = (chosen + first).flatten()
+    flat = _of_all(chosen, members).flatten()
     found = members.flatten(2).flatten(0, 1).index_select(0, flat)
-    found = found.view(count, rows.shape[1], -1, width)  # (n, rows, r·e, D + V + 3)
-    scores = (rows[..., None, :] @ found[..., :dim].transpose(-1, -2))[..., 0, :]
+    found = found.view(*rows.shape[:2], -1, members.shape[-1])  # (n, rows, r·e, D + 2)
+    scores = (rows[..., None, :] @ found[..., :-1].transpose(-1, -2))[..., 0, :]
     if fixed.widths is not None and fixed.place is not None:
         place = fixed.place.flatten(0, 1).index_select(0, flat).view(scores.shape)
         start = fixed.first + blocks.start * BLOCK
@@ -379,7 +378,30 @@ def _member_scores(
         at = at.view(-1, 1, BLOCK).expand(-1, fixed.groups, -1).reshape(-1, 1)
         within = (place - at).abs() <= fixed.widths[:, None, None]
         scores = scores.masked_fill(within, ABSENT)
-    return scores, found[..., dim:-1], found[..., -1]
+    return scores, found[..., -1]
+
+
+def _member_sums(weight: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
+    """Σ weight·[v | 1] (n, rows, V + 1) over the members of the chosen clusters."""
+    flat = _of_all(chosen, values)
+    if torch.is_grad_enabled():
+        found = values.flatten(2).flatten(0, 1).index_select(0, flat.flatten())
+        found = found.view(*weight.shape, values.shape[-1])
+        return (weight[..., None, :] @ found)[..., 0, :]
+    # The same without a copy of the values.
+    each = values.shape[2]
+    member = flat[..., None] * each + torch.arange(each, device=values.device)
+    found = F.embedding_bag(
+        member.view(-1, weight.shape[-1]), values.flatten(0, 2), mode="sum",
+        per_sample_weights=weight.flatten(0, 1),
+    )  # fmt: skip
+    return found.view(*weight.shape[:2], -1)
+
+
+def _of_all(chosen: Tensor, table: Tensor) -> Tensor:
+    """Clusters chosen (n, rows, r) by each head as rows of table.flatten(0, 1)."""
+    count, clusters = table.shape[:2]
+    return chosen + torch.arange(count, device=table.device)[:, None, None] * clusters
 
 
 def _largest(phi: Tensor, count: int) -> Tensor:
@@ -393,7 +415,7 @@ def _largest(phi: Tensor, count: int) -> Tensor:
     code, last = coded(phi)
     found = []
     for step in range(count):
-        best = (code.amax(-1, keepdim=True) & last).long()
+        best = (code.amax(-1, keepdim=True) & last).long().clamp_max(total - 1)  # of NaN: any
         found.append(best)
         if step + 1 < count:
             code.scatter_(-1, best, -1)
