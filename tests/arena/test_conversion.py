@@ -17,6 +17,8 @@ from subquad.cli.app import app
 def studies(monkeypatch):
     """Two small studies that note what they were given."""
     given = []
+    for variable in ("SUBQUAD_MODELS", "SUBQUAD_TEXTS"):
+        monkeypatch.delenv(variable, raising=False)
 
     def measure(zoo, *, quick, echo):
         given.append((zoo, quick, torch.get_num_threads()))

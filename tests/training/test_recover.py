@@ -515,6 +515,9 @@ def test_wrong_options(options, words):
         (["one text", "another"], "give the model's tokenizer="),
         ([1, 2, 3], "must hold texts .* given int"),
         (17, "must be texts or a sequence"),
+        ({"input_ids": torch.ones(4, 9).long()}, "must be texts or a sequence .* given dict"),
+        ([{"input_ids": [1, 2], "text": "a"}] * 4, "'text' must be a tensor or numbers, given str"),
+        ([{"input_ids": [1, 2]}, {"ids": [1]}] * 9, "same names, given input_ids and ids"),
     ],
 )
 def test_wrong_data(data, words):

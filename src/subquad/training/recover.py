@@ -201,8 +201,8 @@ def recover(
         tokenizer: of the model, for texts.
         method: see above.
         minutes: limit on wall-clock time for all stages, the measuring in between included.
-        steps: number of optimiser steps; None for as many as `minutes` hold. With both, the
-            learning rate follows the steps and minutes cut off.
+        steps: number of optimiser steps, at least one for each stage; None for as many as
+            `minutes` hold. With both, the learning rate follows the steps and minutes cut off.
         held_out: data of the same kind for the metrics; None sets aside a tenth of the elements
             of `data`, chosen by the seed, and measures at most 32 passages of them.
         length: longest passage of a text, in tokens.

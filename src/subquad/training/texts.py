@@ -65,13 +65,33 @@ def examples_of(data: Any, tokenizer: Any, length: int, argument: str = "data") 
             f"{argument} must hold texts (str) or mappings of tensors, one example each, "
             f"given {names}"
         )
-    return [{name: torch.as_tensor(value) for name, value in item.items()} for item in items]
+    names = sorted(items[0])
+    for item in items:
+        if sorted(item) != names:
+            raise OptionError(
+                f"{argument}: every example must have the same names, given {', '.join(names)} "
+                f"and {', '.join(sorted(item))}"
+            )
+    return [
+        {name: _tensor(name, value, argument) for name, value in item.items()} for item in items
+    ]
+
+
+def _tensor(name: str, value: Any, argument: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError(
+            f"{argument}: {name!r} must be a tensor or numbers, given {type(value).__name__}; "
+            "leave out what the model does not take"
+        ) from None
 
 
 def _items(data: Any, argument: str) -> list[Any]:
     if isinstance(data, str):
         return [data]
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+    sequence = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if not sequence or isinstance(data, Mapping):
         raise OptionError(
             f"{argument} must be texts or a sequence of examples, given {type(data).__name__}"
         )
