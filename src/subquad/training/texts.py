@@ -65,11 +65,11 @@ def examples_of(data: Any, tokenizer: Any, length: int, argument: str = "data") 
             f"{argument} must hold texts (str) or mappings of tensors, one example each, "
             f"given {names}"
         )
-    names = sorted(items[0])
+    known = sorted(items[0])
     for item in items:
-        if sorted(item) != names:
+        if sorted(item) != known:
             raise OptionError(
-                f"{argument}: every example must have the same names, given {', '.join(names)} "
+                f"{argument}: every example must have the same names, given {', '.join(known)} "
                 f"and {', '.join(sorted(item))}"
             )
     return [
