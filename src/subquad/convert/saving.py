@@ -160,8 +160,9 @@ def _see_wholes() -> None:
     def save_pretrained(self: Any, *args: Any, **options: Any) -> None:
         if "save_pretrained" not in self.__dict__ and _converted(self):
             attach(self)
-            return self.save_pretrained(*args, **options)  # type: ignore[no-any-return]
-        return original(self, *args, **options)
+            self.save_pretrained(*args, **options)
+            return
+        original(self, *args, **options)
 
     PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
 
