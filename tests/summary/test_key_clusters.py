@@ -8,7 +8,7 @@ import torch
 import subquad as sq
 from references import clustered_logits, ref_softmax
 from subquad.attention.masks import Mask
-from subquad.attention.summary import kmeans, refined
+from subquad.attention.summary import key_clusters, kmeans, refined
 from subquad.attention.summary.key_clusters import Beside
 from subquad.attention.summary.refined import SPREAD
 
@@ -300,3 +300,18 @@ def test_a_query_that_is_not_finite_has_no_finite_output(value):
         assert torch.equal(out[1], wanted)
         out[1].sum().backward()
         assert q.grad[1].isfinite().all()
+
+
+def test_groups_of_heads_give_what_all_heads_give(monkeypatch):
+    """Long calls run over a few heads at a time: neither output nor gradients notice."""
+    found = []
+    for limit in (key_clusters.HEADS_BYTES, 1):
+        monkeypatch.setattr(key_clusters, "HEADS_BYTES", limit)
+        q, k, v = (t.requires_grad_() for t in inputs(83, 83))
+        key = torch.arange(83) < torch.tensor([[83], [61]])
+        out = sq.build("near_far", head_dim=D, num_heads=H, num_kv_heads=KV, dtype=F64)(
+            q, k, v, key_mask=key
+        )
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for together, apart in zip(*found, strict=True):
+        close(apart, together)

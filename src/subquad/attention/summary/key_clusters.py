@@ -129,7 +129,7 @@ class KeyClustersConfig(Config):
     members: int = 4
     landmarks: int = 64
     iterations: int = 2
-    sample: int = 16
+    sample: int = 8
 
     def problems(self) -> Iterator[str]:
         for name in ("clusters", "landmarks", "sample"):
