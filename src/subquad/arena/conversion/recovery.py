@@ -56,8 +56,12 @@ class Recipe:
     seeds: tuple[int, ...] = (0,)
 
 
+LARGER = "near_far(window=20, heavy=80, far=key_clusters(clusters=192, refine=4, members=4))"
+"""137 keys exactly and 192 features, where the default has 96 and 128."""
+
 RECIPES = (
     Recipe("near and far", "near_far", "full", seeds=(0, 1, 2)),
+    Recipe("near and far, 1.5 times the size", LARGER, "full"),
     Recipe("pure, signed", "kernel_nystrom(features=256)", "full"),
     Recipe("pure, learned map", "hedgehog(features=256)", "auto"),
     Recipe(
