@@ -418,7 +418,8 @@ def show(result: dict[str, Any], console: Any) -> None:
     for skip in result["skipped"]:
         console.print(f"left out: {skip['mechanism']}: {skip['reason']}", highlight=False)
     attention = result["attention"]
-    table = Table(title=f"attention alone: {result['attention_setting']}", title_justify="left")
+    title = f"attention alone: {result['attention_setting']}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for header in attention_headers():
         table.add_column(header, justify="right")
     for cells in attention_cells(attention):
@@ -441,13 +442,19 @@ def attention_cells(attention: dict[str, Any]) -> Iterator[list[str]]:
     seconds, memory = attention["seconds"], attention["memory"]
     for length in seconds[next(iter(ALONE))]:
         exact = seconds["sdpa"].get(length)
-        cells = [f"{int(length):,}", "–" if exact is None else f"{exact * 1e3:,.1f}"]
+        cells = [f"{int(length):,}", _milliseconds(exact)]
         for label in ALONE:
             mine = seconds[label].get(length)
-            cells.append("–" if mine is None else f"{mine * 1e3:,.1f}")
+            cells.append(_milliseconds(mine))
             cells.append("–" if exact is None or mine is None else f"{exact / mine:.1f} ×")
         peaks = [memory[name].get(length) for name in ("sdpa", *ALONE)]
         yield [*cells, *("–" if peak is None else f"{peak:.0f}" for peak in peaks)]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1e3:,.1f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
 
 
 def _processor() -> str:

@@ -99,7 +99,7 @@ def _speed(axis: Any, result: dict[str, Any], theme: Theme) -> None:
         lowest = min(lowest, *oy)
         colour = theme.others[place]
         axis.plot(ox, oy, color=colour, linewidth=2.0, marker="o", markersize=4.0)
-        _label(axis, name, (ox[-1], oy[-1]), (-4, -12), "right", "top", colour)
+        _label(axis, name, (ox[-2], oy[-2]), (6, -6), "left", "top", colour)
     axis.plot(x, y, color=theme.mine, linewidth=2.6, marker="o", markersize=4.5)
     _label(axis, "exact (SDPA)", (ex[-1], ey[-1]), (-9, 2), "right", "bottom", theme.exact)
     _label(axis, lead, (x[-2], y[-2]), (-2, 6), "right", "bottom", theme.mine)
