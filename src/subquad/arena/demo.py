@@ -421,7 +421,7 @@ def show(result: dict[str, Any], console: Any) -> None:
     title = f"attention alone: {result['attention_setting']}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for header in attention_headers():
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", min_width=max(map(len, header.split())))
     for cells in attention_cells(attention):
         table.add_row(*cells)
     console.print(table)
