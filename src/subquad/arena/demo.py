@@ -419,7 +419,7 @@ def show(result: dict[str, Any], console: Any) -> None:
         console.print(f"left out: {skip['mechanism']}: {skip['reason']}", highlight=False)
     attention = result["attention"]
     title = f"attention alone: {result['attention_setting']}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for header in attention_headers():
         table.add_column(header, justify="right", min_width=max(map(len, header.split())))
     for cells in attention_cells(attention):
