@@ -288,7 +288,7 @@ def card(model: nn.Module) -> str:
         "## Attention",
         "",
         f"{len(found)} attention layers of this {type(model).__name__} were converted with "
-        f"[subquad](https://pypi.org/project/subquad/) {about['version']}; their cost grows "
+        f"subquad {about['version']}; their cost grows "
         "as the table says, not with the square of the length. FLOPs are those of one layer "
         f"at {length:,} tokens, beside exact attention's.",
         "",
