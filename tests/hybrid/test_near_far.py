@@ -456,6 +456,8 @@ def test_few_queries_read_all_keys_and_more_do_not() -> None:
     for queries, same in ((1, True), (64, True), (65, False)):
         q = 2 * torch.randn(1, 2, queries, 8)
         exact = sq.attention(q, k, v, "softmax", key_mask=key)
-        close = torch.allclose(mech(q, k, v, key_mask=key), exact, atol=1e-5)
+        # float32 sums of 300 weights, logits ≤ 12: 300·6e-8 of outputs ≤ 3 in the worst order;
+        # clusters of keys differ by far more.
+        close = torch.allclose(mech(q, k, v, key_mask=key), exact, rtol=0.0, atol=6e-5)
         assert close is same
     assert float(mech.shares(q[:, :, :9], k, key_mask=key)["near"].min()) == pytest.approx(1.0)
