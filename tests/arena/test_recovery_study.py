@@ -23,6 +23,11 @@ def test_neighbours_are_counted_by_the_exact_models_choice():
     share = sum(a == b for a, b in zip(nearest, wanted, strict=True)) / 4
     assert recovery.neighbours_kept(moved, exact) == share < 1.0
     assert torch.allclose(recovery.cosines(exact, exact), torch.ones(4, dtype=torch.float64))
+    lost = [i for i in range(4) if nearest[i] != wanted[i]]
+    similar = (exact @ exact.T).tolist()
+    margins = [similar[i][wanted[i]] - similar[i][nearest[i]] for i in lost]
+    assert recovery.lost_margins(moved, exact) == margins and min(margins) > 0
+    assert recovery.lost_margins(exact, exact) == []
 
 
 def test_the_study_runs_and_leaves_the_model_as_it_was(monkeypatch):
