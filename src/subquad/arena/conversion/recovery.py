@@ -60,9 +60,13 @@ class Recipe:
 LARGER = "near_far(window=20, heavy=80, far=key_clusters(clusters=192, refine=4, members=4))"
 """137 keys exactly and 192 features, where the default has 96 and 128."""
 
+TWICE = "near_far(window=27, heavy=136, far=key_clusters(clusters=256, refine=4, members=4))"
+"""192 keys exactly and 256 features."""
+
 RECIPES = (
     Recipe("near and far", "near_far", "full", seeds=(0, 1, 2)),
     Recipe("near and far, 1.5 times the size", LARGER, "full", seeds=(0, 1, 2)),
+    Recipe("near and far, twice the size", TWICE, "full"),
     Recipe("pure, signed", "kernel_nystrom(features=256)", "full", seeds=(0, 1, 2)),
     Recipe("pure, learned map", "hedgehog(features=256)", "auto"),
     Recipe(
