@@ -60,7 +60,7 @@ class Recipe:
 LARGER = "near_far(window=20, heavy=80, far=key_clusters(clusters=192, refine=4, members=4))"
 """137 keys exactly and 192 features, where the default has 96 and 128."""
 
-TWICE = "near_far(window=27, heavy=136, far=key_clusters(clusters=256, refine=4, members=4))"
+TWICE = "near_far(window=27, heavy=121, far=key_clusters(clusters=256, refine=4, members=4))"
 """192 keys exactly and 256 features."""
 
 RECIPES = (
