@@ -314,8 +314,7 @@ def spectral_recipe():
 def weights_of(name):
     def draw():
         spec = sq.describe(name).info.sample or name
-        have = sq.describe(spec).capabilities
-        return pictures.draw(spec) if have.weights and have.qkv else None
+        return pictures.draw(spec)
 
     return draw
 

@@ -119,8 +119,9 @@ def page(docs, name):
     lines += ["```text", about.formula, "```", ""]
     facts = {
         "Family": info.family,
-        "Cost": f"{about.cost.formula}; at 4,096 tokens, D = V = 64, one head: "
-        f"{info.flops(4096) / 1e9:.3g} GFLOP, and {size(info.memory(4096))} beyond inputs and "
+        "Cost": f"{about.cost.formula}; at 4,096 tokens, "
+        + ("D = V = 64, one head: " if info.capabilities.qkv else "C = 64: ")
+        + f"{info.flops(4096) / 1e9:.3g} GFLOP, and {size(info.memory(4096))} beyond inputs and "
         "output",
         "When to use it": about.use,
         "Exact": about.limit,
@@ -131,13 +132,22 @@ def page(docs, name):
         if text:
             lines += [f"**{term}.** {cell(text)}", ""]
     if (docs / "_static" / "generated" / f"weights-{name}.png").exists():
+        by_channel = "The mean over channels of each channel's weights (`mech.channel_weights`)"
+        drawn = (
+            "The attention matrix that the mechanism implies (`mech.weights`) on one sample "
+            "sequence, untrained, beside softmax on the same queries and keys; below, causal."
+            if info.capabilities.weights
+            else f"{by_channel} on one sample sequence, untrained, beside softmax; below, causal."
+            if info.capabilities.qkv
+            else "How much each token of the output moves with each token of one sample sequence "
+            "(`mixer.influence`), untrained, beside softmax's weights; where there are two "
+            "rows, causal below."
+        )
         lines += [
             f"```{{figure}} ../_static/generated/weights-{name}.png",
-            f":alt: The attention matrix of {name} beside that of softmax",
+            f":alt: Who reads whom in {name}, beside softmax",
             "",
-            "The attention matrix that the mechanism implies (`mech.weights`) on one sample "
-            "sequence, untrained, beside softmax on the same queries and keys; below, causal. "
-            f"Grey cells are not read at all. Drawn by `subquad picture "
+            f"{drawn} Grey cells are not read at all. Drawn by `subquad picture "
             f'"{about.sample or name}"`.',
             "```",
             "",
@@ -231,13 +241,13 @@ def section(docs, folder):
         shutil.copyfile(picture, out / picture.name)
     reports = [path for path in sorted(folder.glob("*.md")) if path.name != "README.md"]
     for report in reports:
-        own = left.pop(report.stem, None)
+        own, dark = left.pop(report.stem, None), left.pop(f"{report.stem}-dark", None)
         for line in report.read_text(encoding="utf-8").splitlines():
             for picture in pictures(folder):
                 line = line.replace(f"]({picture.name})", f"]({place}/{picture.name})")
             yield "##" + line if line.startswith("#") else line
             if line.startswith("# ") and own is not None:
-                yield from ("", f"![{line[2:]}]({place}/{own.name})", "")
+                yield from image(f"{place}/{own.name}", line[2:], dark and f"{place}/{dark.name}")
                 own = None
         yield ""
     for picture in left.values():
@@ -245,6 +255,15 @@ def section(docs, folder):
     if not reports:
         for table in sorted(folder.glob("*.csv")):
             yield from csv_table(table)
+
+
+def image(path, alt, dark=None):
+    """A picture; where it was drawn for dark screens too, the page's theme chooses."""
+    if dark is None:
+        yield from ("", f"![{alt}]({path})", "")
+        return
+    for one, kind in ((path, "only-light"), (dark, "only-dark")):
+        yield from ("", f"```{{image}} {one}", f":alt: {alt}", f":class: {kind}", "```", "")
 
 
 def pictures(folder):

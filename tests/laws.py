@@ -13,13 +13,16 @@ import torch
 import references
 import subquad as sq
 from subquad.attention.partial import combine
-from variants import capabilities, inputs, make
+from variants import capabilities, inputs, make, make_mixer, tokens
 
 EXACT = 1e-10
 """Relative tolerance of float64 comparisons. Rounding is 1.1e-16 an operation; a result here
 passes fewer than 10^4 of them in a row (sums over ≤ 200 keys × ≤ 64 features, exponents of
 size ≤ 100 that amplify by 100), and a clipped normaliser amplifies by at most 1/clip = 10:
 1.1e-16 × 10^4 × 10 ≈ 1.1e-11, taken with a margin of ten."""
+
+UNREAD = {"allow_unused": True, "materialize_grads": True}
+"""For `torch.autograd.grad`: zeros for what a mechanism does not read, be it q or k."""
 
 
 def close(found, wanted, tolerance=EXACT):
@@ -213,7 +216,7 @@ def junk(spec):
             v.masked_fill_(~mask[:, None, :, None], fill)
             leaves = [x.requires_grad_() for x in (q, k, v)]
             out = mech(*leaves, key_mask=mask, causal=causal)
-            grads = torch.autograd.grad(out.square().sum(), leaves)
+            grads = torch.autograd.grad(out.square().sum(), leaves, **UNREAD)
             assert not grads[1].masked_select(~mask[:, None, :, None]).any()
             results.append((out, *grads))
         for other in results[1:]:
@@ -297,8 +300,8 @@ def _merged(mech, q, k, v, mask, parts):
         close(merged, whole)
     cotangent = torch.randn(whole.shape, generator=torch.Generator().manual_seed(6)).double()
     for a, b in zip(
-        torch.autograd.grad(merged, (q, k, v), cotangent),
-        torch.autograd.grad(whole, (q, k, v), cotangent),
+        torch.autograd.grad(merged, (q, k, v), cotangent, **UNREAD),
+        torch.autograd.grad(whole, (q, k, v), cotangent, **UNREAD),
         strict=True,
     ):
         close(a, b)
@@ -350,7 +353,7 @@ def huge_logits(spec):
     leaves = [(x * f).requires_grad_() for x, f in ((q, factor), (k, factor), (v, 1.0))]
     out = mech(*leaves, causal=causal)
     assert torch.isfinite(out).all()
-    for grad in torch.autograd.grad(out.sum(), leaves):
+    for grad in torch.autograd.grad(out.sum(), leaves, **UNREAD):
         assert torch.isfinite(grad).all()
 
 
@@ -399,8 +402,8 @@ def checkpointed(spec):
     plain = mech(q, k, v, causal=causal)
     again = checkpoint(mech, q, k, v, causal=causal, use_reentrant=False)
     for a, b in zip(
-        torch.autograd.grad(again.square().sum(), (q, k, v)),
-        torch.autograd.grad(plain.square().sum(), (q, k, v)),
+        torch.autograd.grad(again.square().sum(), (q, k, v), **UNREAD),
+        torch.autograd.grad(plain.square().sum(), (q, k, v), **UNREAD),
         strict=True,
     ):
         close(a, b, 0.0)
@@ -453,3 +456,262 @@ def exported(spec):
     program = torch.export.export(mech, (q, k, v), dynamic_shapes=shapes)
     q, k, v = inputs(97, 97, dtype=torch.float32, spec=spec)
     close(program.module()(q, k, v), mech(q, k, v), 1e-5)  # same operations in float32
+
+
+# ---- token mixers: the same laws for x (B, L, C) in place of q, k, v ----------------------------
+
+
+def mixer_calls(spec):
+    """(causal, key mask or None) of every kind of call that a mixer takes."""
+    causal = [False, True] if capabilities(spec).causal else [False]
+    return [(c, m) for c in causal for m in (None, key_mask(2, 71))]
+
+
+def mixer_reference(mixer, x, key, causal):
+    """The naive float64 output."""
+    naive = getattr(references, f"ref_{mixer.name}")
+    key = torch.ones(x.shape[:2], dtype=torch.bool) if key is None else key
+    return naive(mixer, x, key=key, causal=causal)
+
+
+def mixer_parity(spec):
+    """Law 1: forward and gradients, of parameters too, equal the naive float64 reference."""
+    mixer = make_mixer(spec)
+    for length in (71, 1, 2, 64):
+        for causal, key in mixer_calls(spec):
+            x = tokens(length, grad=True)
+            key = None if key is None else key[:, :length]
+            out, wanted = (
+                mixer(x, causal=causal, key_mask=key),
+                mixer_reference(mixer, x, key, causal),
+            )
+            close(out, wanted)
+            leaves = [x, *mixer.parameters()]
+            cotangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).double()
+            found = torch.autograd.grad(out, leaves, cotangent)
+            truth = torch.autograd.grad(wanted, leaves, cotangent)
+            for a, b in zip(found, truth, strict=True):
+                close(a, b)
+
+
+def mixer_gradients(spec):
+    """Law 1: numerical differentiation agrees."""
+    mixer = make_mixer(spec, most=7)
+    mask = torch.tensor([[True, False, True, True, True]])
+    for causal in {False, bool(capabilities(spec).causal)}:
+        x = tokens(5, batch=1, grad=True)
+        torch.autograd.gradcheck(lambda x, c=causal: mixer(x, causal=c, key_mask=mask), x)
+
+
+def mixer_causality(spec):
+    """Law 2: token t changes nothing before t, and something at every token from t on."""
+    mixer, x = make_mixer(spec), tokens(71)
+    base = mixer(x, causal=True)
+    for t in (0, 5, 36, 64, 70):
+        changed = x.clone()
+        changed[:, t] += tokens(1, seed=9)[:, 0]
+        out = mixer(changed, causal=True)
+        if t:  # a Fourier transform rounds all rows alike: the last digits
+            close(out[:, :t], base[:, :t], 1e-12)
+        moved = (out - base).abs().amax((0, 2))[t + 1 :] > 1e-9
+        assert moved[[later - t - 1 for later in mixer.reached(t, 71)]].all()
+
+
+def mixer_streaming(spec):
+    """Law 3: whole = chunks = prefill + steps; a state grows by the same bytes a token."""
+    mixer, x, mask = make_mixer(spec), tokens(71), key_mask(2, 71)
+    whole = mixer(x, causal=True, key_mask=mask)
+    for pieces in ([71], [64, 7], [1, 1, 69], [13] * 5 + [6], [70, 1], [3, 68]):
+        state, parts, at = None, [], 0
+        for n in pieces:
+            before = None if state is None else state.clone()
+            call = {"key_mask": mask[:, at : at + n], "state": state}
+            out, new = (mixer.prefill if state is None else mixer.step)(x[:, at : at + n], **call)
+            for name, tensor in ({} if before is None else before.tensors()).items():
+                assert torch.equal(tensor, state.tensors()[name]), "a step changed its input"
+            state = new
+            parts.append(out)
+            at += n
+        close(torch.cat(parts, 1), whole)
+        per_token = state.nbytes / 71
+    _, half = mixer.prefill(x[:, :36], key_mask=mask[:, :36])
+    assert half.nbytes == 36 * per_token
+
+
+def mixer_state_operations(spec):
+    """Law 3: select, repeat, clone, to, and rows that are not there."""
+    mixer, x = make_mixer(spec), tokens(19)
+    _, state = mixer.prefill(x)
+    rows = torch.tensor([1, 0, 1])
+    a, _ = mixer.step(x[rows], state=state.select(rows))
+    b, later = mixer.step(x, state=state.to("cpu").clone())
+    close(a, b[rows])
+    c, _ = mixer.step(x.repeat_interleave(2, 0), state=state.repeat(2))
+    close(c, b.repeat_interleave(2, 0))
+    none, left = mixer.prefill(x[:0], key_mask=key_mask(2, 19)[:0])
+    none, left = mixer.step(x[:0], state=left)
+    assert none.shape == (0, *x.shape[1:])
+    wanted = {name: (0, *t.shape[1:]) for name, t in later.tensors().items()}
+    assert {name: tuple(t.shape) for name, t in left.tensors().items()} == wanted
+
+
+def mixer_junk(spec):
+    """Law 4a: what masked tokens contain never matters, and their rows are zeros."""
+    mixer, mask = make_mixer(spec), key_mask(2, 71)
+    for causal in {False, bool(capabilities(spec).causal)}:
+        results = []
+        for fill in (0.0, float("nan"), float("inf"), -float("inf"), 1e30):
+            x = tokens(71).masked_fill(~mask[..., None], fill).requires_grad_()
+            out = mixer(x, key_mask=mask, causal=causal)
+            grads = torch.autograd.grad(out.square().sum(), [x, *mixer.parameters()])
+            assert not out[~mask].any() and not grads[0][~mask].any()
+            results.append((out, *grads))
+        for other in results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                assert torch.equal(a, b), "a masked token's content mattered"
+
+
+def mixer_right_padding(spec):
+    """Law 4b: right-padding equals the unpadded call, row by row with ragged lengths."""
+    mixer, x, lengths = make_mixer(spec), tokens(71), (53, 71)
+    mask = torch.arange(71) < torch.tensor(lengths)[:, None]
+    for causal in {False, bool(capabilities(spec).causal)}:
+        out = mixer(x, key_mask=mask, causal=causal)
+        for row, n in enumerate(lengths):
+            close(out[row : row + 1, :n], mixer(x[row : row + 1, :n], causal=causal))
+
+
+def mixer_other_padding(spec):
+    """Law 4c: left and middle padding equal the compacted row."""
+    mixer, x, mask = make_mixer(spec), tokens(71), key_mask(2, 71)
+    mask[0] = torch.arange(71) >= 29
+    out = mixer(x, key_mask=mask)
+    for row in range(2):
+        here = mask[row]
+        close(out[row : row + 1, here], mixer(x[row : row + 1, here]))
+
+
+def mixer_no_token(spec):
+    """Law 4: a row without any token gives zeros and gradients of zero, beside a row with some."""
+    mixer = make_mixer(spec)
+    mask = torch.zeros(2, 71, dtype=torch.bool)
+    mask[1, 3:] = True
+    for causal in {False, bool(capabilities(spec).causal)}:
+        x = tokens(71, grad=True)
+        out = mixer(x, key_mask=mask, causal=causal)
+        assert not out[0].any() and out[1, 3:].any()
+        (grad,) = torch.autograd.grad(out.square().sum(), x)
+        assert not grad[0].any() and torch.isfinite(grad).all()
+
+
+def mixer_dtypes(spec, dtype):
+    """Law 7: half precision within its rounding of the same inputs in float64."""
+    mixer = make_mixer(spec, dtype=torch.float32)
+    x = tokens(71, dtype=dtype, size=0.7)
+    mask = key_mask(2, 71)
+    out = mixer(x, key_mask=mask)
+    assert out.dtype == dtype
+    exact = copy.deepcopy(mixer).double()(x.double(), key_mask=mask)
+    # Float32 inside, the output rounded once: eps/2 of each number. Float32 itself: the longest
+    # way is a Bluestein transform, three transforms of 142 places (log2 142 ≈ 7 roundings each),
+    # channels (4), and the products before and behind: 30 roundings of 6e-8, and a channel
+    # projection of up to 44 terms, a norm and a gate of 71 terms in others: below 200·6e-8.
+    close(out, exact, max(torch.finfo(dtype).eps, 200 * 6e-8))
+
+
+def mixer_huge(spec):
+    """Law 7: tokens of size 1e4 stay finite, forward and backward, in float32."""
+    mixer = make_mixer(spec, dtype=torch.float32)
+    x = tokens(71, dtype=torch.float32, size=1e4, grad=True)
+    out = mixer(x, causal=bool(capabilities(spec).causal))
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.isfinite(out).all() and torch.isfinite(grad).all()
+
+
+def mixer_citizenship(spec):
+    """Law 8: state_dict, pickle, deepcopy, meta-device init, leading dims, strides, modes."""
+    mixer, x = make_mixer(spec), tokens(23)
+    wanted = mixer(x)
+    close(make_mixer(spec)(x), wanted, 0.0)  # law 6: the seed decides
+    twin = make_mixer(spec, seed=99)
+    twin.load_state_dict(mixer.state_dict())
+    close(twin(x), wanted, 0.0)
+    for other in (copy.deepcopy(mixer), pickle.loads(pickle.dumps(mixer))):  # our own bytes
+        close(other(x), wanted, 0.0)
+    with torch.device("meta"):
+        empty = make_mixer(spec)
+    assert all(t.is_meta for t in (*empty.parameters(), *empty.buffers()))
+    empty = empty.to_empty(device="cpu")
+    empty.load_state_dict(mixer.state_dict())
+    close(empty(x), wanted, 0.0)
+    empty.reset_parameters()
+    fresh = sq.build(spec, embed_dim=11, max_length=83, dtype=torch.float64)
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(empty.state_dict()[name], value), f"{name} is not drawn by the seed"
+    close(mixer(x[0]), wanted[0])
+    close(mixer(x.unflatten(0, (1, 2, 1))), wanted.unflatten(0, (1, 2, 1)))
+    swapped = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not swapped.is_contiguous()
+    close(mixer(swapped), wanted)
+    nothing = tokens(23)[:0].requires_grad_()
+    assert mixer(nothing).shape == (0, 23, 11)
+    mixer(nothing).sum().backward()
+    by_heads = sq.build(spec, head_dim=11, num_heads=3, max_length=83)
+    assert by_heads(torch.randn(1, 7, 33)).shape == (1, 7, 33)
+
+
+def mixer_checkpointed(spec):
+    """Law 8: activation checkpointing gives the same gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    mixer, x = make_mixer(spec), tokens(71, grad=True)
+    again = checkpoint(mixer, x, use_reentrant=False)
+    leaves = [x, *mixer.parameters()]
+    for a, b in zip(
+        torch.autograd.grad(again.square().sum(), leaves),
+        torch.autograd.grad(mixer(x).square().sum(), leaves),
+        strict=True,
+    ):
+        close(a, b, 0.0)
+
+
+def mixer_autocast(spec):
+    """Law 8: autocast equals casting the inputs."""
+    mixer, x = make_mixer(spec, dtype=torch.float32), tokens(71, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = mixer(x)
+    assert out.dtype == torch.bfloat16
+    close(out, mixer(x.bfloat16()), 0.0)
+
+
+def mixer_compiled(spec):
+    """Law 8: fullgraph compilation, no recompilation per length."""
+    from torch._dynamo.testing import CompileCounter
+
+    mixer = make_mixer(spec, dtype=torch.float32, most=149)
+    for causal, masked in ((False, False), (bool(capabilities(spec).causal), True)):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+
+        def call(x, mask, causal=causal):
+            return mixer(x, causal=causal, key_mask=mask)
+
+        run = torch.compile(call, backend=counter, fullgraph=True)
+        for length in (29, 67, 131):
+            x = tokens(length, dtype=torch.float32)
+            mask = key_mask(2, length) if masked else None
+            close(run(x, mask), call(x, mask), 1e-5)  # same operations in float32
+        # One graph for the first length, one with a symbolic length for all others.
+        assert counter.frame_count <= 2, f"compiled {counter.frame_count} times"
+    torch._dynamo.reset()
+
+
+def mixer_exported(spec):
+    """Law 8: torch.export with a dynamic length."""
+    mixer = make_mixer(spec, dtype=torch.float32, most=601)
+    length = torch.export.Dim("length", min=2, max=512)
+    program = torch.export.export(
+        mixer, (tokens(37, dtype=torch.float32),), dynamic_shapes={"x": {1: length}}
+    )
+    x = tokens(97, dtype=torch.float32)
+    close(program.module()(x), mixer(x), 1e-5)  # same operations in float32

@@ -572,6 +572,106 @@ def ref_linformer(mech, q, k, v, *, allowed, scale):
     return torch.stack(out).reshape(*q.shape[:3], v.shape[-1])
 
 
+def ref_sinkhorn(mech, q, k, v, *, allowed, scale, causal):
+    """Softmax over the own block and the blocks sorted to it, block by block."""
+    config, size, top = mech.config, mech.config.block, mech.config.top
+    groups, keys, offset = q.shape[1] // k.shape[1], k.shape[2], k.shape[2] - q.shape[2]
+    opened = allowed.expand(len(q), -1, -1, -1)[:, 0].any(-2)
+    q, (k, v) = q.double(), (t.double() for t in (k, v))
+    k, v = (t.masked_fill(~opened[:, None, :, None], 0.0) for t in (k, v))
+    position = torch.arange(q.shape[2]) + offset
+    rows = sorted({p // size for p in position.tolist()})
+    count = -(-keys // size)
+
+    def summary(x, chosen):
+        return x[chosen].mean(0) if chosen.any() else torch.zeros(x.shape[-1]).double()
+
+    def window(u, counted):
+        """Which queries tell what block u needs."""
+        if config.sortcut:
+            return counted
+        if not causal:
+            return counted & (position // size == u)
+        late = (position > (u - 1) * size) & (position <= u * size)
+        return counted & late & (u * size >= offset)
+
+    def matrix(b, h, counted):
+        """P, with zeros where a block cannot be sorted."""
+        held = [(torch.arange(keys) // size == w) & opened[b] for w in range(count)]
+        c = torch.stack([summary(k[b, h // groups], own) for own in held])
+        p, pairs = [], []
+        for u in rows[:1] if config.sortcut else rows:
+            told = window(u, counted)
+            a = summary(q[b, h], told)
+            number, weight = torch.arange(count), mech.sort_weight
+            if config.sort == "linear":
+                logits = weight[h, :count].double() @ a
+            else:
+                logits = scale * c @ (a if weight is None else a @ weight[h].double())
+            pair = torch.stack([own.any() for own in held]) & told.any()
+            if causal:
+                pair = pair & (number < u)
+            if config.hard:
+                pair = pair & (number != u)
+            p.append(torch.where(pair, torch.exp(logits / config.temperature), 0.0))
+            pairs.append(pair)
+        p = torch.stack(p)
+        steps = 0 if causal or config.sortcut or offset else config.iterations
+        for dim in [1, 0] * steps or [1]:
+            total = p.sum(dim, keepdim=True)
+            p = p / torch.where(total == 0, 1.0, total)
+        return p, torch.stack(pairs)
+
+    def sorted_to(p, pairs, key, x, y):
+        """Sorted keys and values and which are read, for one row of P."""
+
+        def tokens(w):
+            return torch.arange(w * size, min(keys, (w + 1) * size))
+
+        if top is None:
+            mixed = [torch.zeros(size, t.shape[-1]).double() for t in (x, y)]
+            read = torch.zeros(size, dtype=torch.bool)
+            for w in pairs.nonzero().flatten().tolist():
+                at = tokens(w)
+                fill = [torch.zeros(size - len(at), t.shape[-1]).double() for t in (x, y)]
+                mixed = [
+                    m + p[w] * torch.cat([t[at], f])
+                    for m, t, f in zip(mixed, (x, y), fill, strict=True)
+                ]
+                read[: len(at)] |= key[at]
+            return *mixed, read
+        left, found = pairs, []
+        for _ in range(min(top, int(pairs.sum()))):
+            share = p / p[left].sum()
+            w = int(share.detach().masked_fill(~left, -1.0).argmax())
+            factor = share[w] - share[w].detach() + 1 if config.hard else share[w]
+            found.append((factor * x[tokens(w)], factor * y[tokens(w)], key[tokens(w)]))
+            left = left & (torch.arange(count) != w)
+        if not found:
+            return x[:0], y[:0], key[:0]
+        return tuple(torch.cat(part) for part in zip(*found, strict=True))
+
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    for b, h in itertools.product(range(len(q)), range(q.shape[1])):
+        counted = opened[b] if offset == 0 else torch.ones(q.shape[2], dtype=torch.bool)
+        x, y = k[b, h // groups], v[b, h // groups]
+        p, pairs = matrix(b, h, counted)
+        for n, u in enumerate(rows):
+            n = 0 if config.sortcut else n
+            far_k, far_v, read = sorted_to(p[n], pairs[n], opened[b], x, y)
+            i = position // size == u
+            own = torch.arange(keys) // size == u
+            near = opened[b][own].expand(int(i.sum()), -1)
+            if causal:
+                near = near & (torch.arange(keys)[own] <= position[i][:, None])
+            seen = torch.cat([near, read.expand(len(near), -1)], 1)
+            logits = scale * q[b, h, i] @ torch.cat([x[own], far_k]).T
+            both = torch.cat([y[own], far_v])
+            if len(both):
+                out[b, h, i] = weighted_mean(logits, both, seen)
+    return out
+
+
 def ref_kernel_nystrom(mech, q, k, v, *, allowed, scale, estimates=False):
     """Softmax weights by g(x, Z)(K + ε I)^-1 g(Z, y), negative ones limited; all pairs explicit.
 
@@ -678,6 +778,60 @@ def ref_sampled(mech, q, k, v, *, allowed, scale):
     return ref_softmax(mech, q, k, v, allowed=allowed & (total > 0), scale=scale, bias=total.log())
 
 
+def ref_routing(mech, q, k, v, *, allowed, scale, causal=False):
+    """Roy et al. 2020, section 4: the keys of each query counted out, cluster by cluster.
+
+    Clusters, or the members of each, are taken from `mech` as given: they carry no gradient.
+    """
+    config, (batch, heads, length, dim) = mech.config, q.shape
+    k = q if config.shared else k
+    keys, per = k.shape[2], heads // k.shape[1]
+    mask = Mask(key=open_keys(allowed, batch))
+    of_q, of_k = mech.assign(q.detach(), k.detach(), mask)
+    clusters = torch.zeros(batch, heads, config.clusters, length, keys, dtype=torch.bool)
+    if config.membership == "balanced" or (config.membership == "auto" and not causal):
+        in_q, in_k = mech.members(q.detach(), k.detach(), mask)
+        for b, h in itertools.product(range(batch), range(heads)):
+            members = [set(found.tolist()) - {-1} for found in in_q[b, h]]
+            for i in range(length):
+                mine = [c for c, held in enumerate(members) if i in held]
+                if not mine and config.rest == "nearest":
+                    mine = [min(int(of_q[b, h, i]), len(members) - 1)]
+                for c in mine:
+                    read = in_k[b, h // per, c]
+                    clusters[b, h, c, i, read[read >= 0]] = True
+    else:
+        size, near = config.window, config.neighbours
+        for b, h, i in itertools.product(range(batch), range(heads), range(length)):
+            line = (of_k[b, h // per] == of_q[b, h, i]).nonzero().flatten()
+            chunk = torch.arange(len(line)) // size
+            before = int((line <= i + keys - length).sum())
+            own = max(before - 1, 0) // size
+            read = line[(chunk >= own - near) & (chunk <= own + (0 if causal else near))]
+            clusters[b, h, 0, i, read] = True
+    clusters = clusters & allowed.expand(batch, heads, -1, -1)[:, :, None]
+    q, k, v = per_head(q, k, v)
+
+    def normal(x):
+        x = x - x.mean(-1, keepdim=True) if config.norm == "layer" else x
+        return x * (dim / x.square().sum(-1, keepdim=True)).sqrt()
+
+    if config.normalise == "both":
+        q, k = normal(q), normal(k)
+    elif config.normalise == "keys":
+        k = normal(k)
+    logits = scale * torch.einsum("bhid,bhjd->bhij", q, k)
+    if config.own == "last" or (config.own == "auto" and config.shared):
+        at = torch.arange(length)[:, None] + keys - length
+        logits = logits - 5e4 * (at == torch.arange(keys))
+    if config.merge == "lse":
+        times = clusters.double().sum(2)
+        return weighted_mean(logits + times.clamp_min(1).log(), v, times > 0)
+    each = [weighted_mean(logits, v, one) for one in clusters.unbind(2)]
+    number = clusters.any(-1).sum(2)[..., None]
+    return sum(each) / number.clamp_min(1)
+
+
 def ref_clustered(mech, q, k, v, *, allowed, scale):
     """Vyas et al. 2020, section 3, one cluster after the other; or clusters of keys.
 
@@ -748,3 +902,279 @@ def _clustered_keys(mech, q, k, v, key, cluster, scale):
         logits = scale * q[row, head] @ torch.cat(keys).mT + torch.tensor(logs).double()
         out.append(torch.softmax(logits, -1) @ torch.cat(values))
     return torch.stack(out).unflatten(0, q.shape[:2])
+
+
+# ---- token mixers: ref_<name>(mech, x, *, key, causal) for x (B, L, C), key (B, L) bool --------
+
+
+def ref_fnet(mech, x, *, key, causal):
+    """Re(F x F) with both matrices written out, a row at a time, over the tokens that it has."""
+    assert not causal, "there is no causal form"
+    compact, ortho = mech.config.padding == "compact", mech.config.norm == "ortho"
+
+    def fourier(n):
+        place = torch.arange(n)
+        angle = 2 * math.pi * torch.outer(place, place).double() / n
+        return torch.complex(torch.cos(angle), -torch.sin(angle))
+
+    rows = []
+    for tokens, own in zip(x.double(), key, strict=True):
+        here = torch.arange(len(own))[own] if compact else torch.arange(len(own))
+        tokens = tokens.masked_fill(~own[:, None], 0.0)[here]
+        row = torch.zeros_like(x[0], dtype=torch.float64)
+        if len(here):
+            changed = (fourier(len(here)) @ tokens.to(torch.complex128) @ fourier(x.shape[2])).real
+            row = row.index_copy(0, here, changed / changed.numel() ** 0.5 if ortho else changed)
+        rows.append(row.masked_fill(~own[:, None], 0.0))
+    return torch.stack(rows)
+
+
+def ref_gmlp(mech, x, *, key, causal):
+    """(Z1 ⊙ (W LayerNorm(Z2) + b + attention)) V with W as a matrix, group by group."""
+    config, length = mech.config, x.shape[1]
+    own = {name: parameter.double() for name, parameter in mech.named_parameters()}
+    x = x.double().masked_fill(~key[..., None], 0.0)
+    z = x @ own["in_weight"].T + own["in_bias"]
+    z = z * (1 + torch.erf(z / math.sqrt(2))) / 2  # gelu
+    carried, gate = z.chunk(2, -1)
+    spread = gate.var(-1, unbiased=False, keepdim=True)
+    gate = (gate - gate.mean(-1, keepdim=True)) / torch.sqrt(spread + 1e-5)
+    gate = gate * own["norm_weight"] + own["norm_bias"]
+    groups = gate.chunk(config.heads, -1)
+    mixed = []
+    for weight, bias, group in zip(own["spatial_weight"], own["spatial_bias"], groups, strict=True):
+        place = torch.arange(length)
+        if config.weights == "toeplitz":
+            matrix = weight[place[:, None] - place + mech.max_length - 1]
+        else:
+            matrix = weight[:length, :length]
+        matrix = matrix.tril() if causal else matrix
+        matrix = matrix * key[:, None].double()  # masked tokens are read by none
+        mixed.append(torch.einsum("bij,bje->bie", matrix, group) + bias[:length, None])
+    gate = torch.cat(mixed, -1)
+    if config.attention is not None:
+        q, k, v = (x @ own["attention_in"].T)[:, None].chunk(3, -1)
+        allowed = Mask(causal=causal, key=key).to_dense(length, length)
+        allowed = allowed[:, None] if allowed.dim() == 3 else allowed
+        read = ref_softmax(None, q, k, v, allowed=allowed, scale=config.attention**-0.5)
+        gate = gate + read[:, 0] @ own["attention_out"].T + own["attention_bias"]
+    out = (carried * gate) @ own["out_weight"].T + own["out_bias"]
+    return out.masked_fill(~key[..., None], 0.0)
+
+
+def ref_mlp_mixer(mech, x, *, key, causal):
+    """W2 gelu(W1 x + b1) + b2, a channel at a time."""
+    w1, b1, w2, b2 = (
+        parameter.double()
+        for parameter in (mech.in_weight, mech.in_bias, mech.out_weight, mech.out_bias)
+    )
+    if causal:
+        w1, w2 = w1.tril(), w2.tril()
+    length = x.shape[1]
+    x = x.double().masked_fill(~key[..., None], 0.0)
+    channels = []
+    for c in range(x.shape[2]):
+        units = x[:, :, c] @ w1[:, :length].T + b1
+        units = units * (1 + torch.erf(units / math.sqrt(2))) / 2  # gelu
+        channels.append(units @ w2[:length].T + b2[:length])
+    return torch.stack(channels, -1).masked_fill(~key[..., None], 0.0)
+
+
+def ref_synthesizer(mech, q, k, v, *, allowed, scale, bias=None):
+    """softmax(Σ_n α_n S_n) v, Tay et al. 2020, section 3, one head and one pair at a time."""
+    groups = q.shape[1] // k.shape[1]
+    queries, keys = q.shape[2], k.shape[2]
+    config = mech.config
+    q, k, v = per_head(q, k, v)
+    alpha = torch.ones(mech.num_kv_heads, 1, dtype=torch.float64)
+    if len(config.kinds) > 1:
+        alpha = torch.softmax(mech.mixture.double(), -1)
+    frame = max(queries, keys)  # both end together: positions of queries i and keys j
+    i = torch.arange(frame - queries, frame)[:, None]
+    j = torch.arange(frame - keys, frame)[None]
+
+    def mlp(x, head, hidden, out):
+        w1, b1, w2, b2 = (
+            getattr(mech, f"{name}_{part}")[head].double()
+            for name in (hidden, out)
+            for part in ("weight", "bias")
+        )
+        return torch.relu(x @ w1.mT + b1) @ w2.mT + b2
+
+    heads = []
+    for head in range(q.shape[1]):
+        own, x = head // groups, q[:, head]
+        logits = torch.zeros(len(q), queries, keys, dtype=torch.float64)
+        for kind, share in zip(config.kinds, alpha[own], strict=True):
+            if kind == "dense":
+                score = mlp(x, own, "hidden", "column")[..., :keys]
+            elif kind == "factorised_dense":
+                first = mlp(x, own, "factor_hidden", "first")
+                second = mlp(x, own, "factor_hidden", "second")
+                score = (first[..., :, None] * second[..., None, :]).flatten(-2)[..., :keys]
+            elif kind == "random":
+                score = mech.random_logits[own].double()[i, j]
+            elif kind == "factorised_random":
+                score = (mech.random_rows[own] @ mech.random_columns[own].mT).double()[i, j]
+            else:
+                score = scale * x @ k[:, head].mT
+            logits = logits + share * score
+        heads.append(logits)
+    logits = torch.stack(heads, 1)
+    return weighted_mean(logits if bias is None else logits + bias.double(), v, allowed)
+
+
+def ref_aft(mech, q, k, v, *, allowed, scale=1.0):
+    """σ(q_i) ⊙ Σ_j exp(k_j + w_ij) ⊙ v_j / Σ_j exp(k_j + w_ij), Zhai et al. 2021, eq. 2.
+
+    Each channel is a head of its own whose logits are k_jc + w_ij.
+    """
+    groups = q.shape[1] // k.shape[1]
+    queries, keys = q.shape[2], k.shape[2]
+    q, k, v = per_head(q, k, v)
+    frame = max(queries, keys)  # both end together: positions of queries i and keys j
+    bias = torch.zeros(mech.num_kv_heads, queries, keys, dtype=torch.float64)
+    if mech.config.kind != "simple":
+        i = torch.arange(frame - queries, frame)[:, None]
+        j = torch.arange(frame - keys, frame)[None]
+        bias = aft_bias(mech, frame)[:, i, j]
+    bias = bias.repeat_interleave(groups, 0)
+    channels = [
+        weighted_mean(scale * k[:, :, None, :, c] + bias, v[..., c : c + 1], allowed)
+        for c in range(v.shape[-1])
+    ]
+    return torch.sigmoid(q) * torch.cat(channels, -1)
+
+
+def aft_bias(mech, length):
+    """w of all pairs of `length` positions, (Hkv, length, length)."""
+    config = mech.config
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    left, right = (config.window,) * 2 if isinstance(config.window, int) else config.window
+    inside = (j - i >= -left) & (j - i <= right)
+    column = (j - i + left).clamp(0, left + right)
+    if config.kind == "conv":
+        w = mech.weight.double()
+        if config.normalise:
+            spread = w.std(-1, keepdim=True, correction=0)
+            w = mech.gain[:, None] * (w - w.mean(-1, keepdim=True)) / spread + mech.shift[:, None]
+        return torch.where(inside, w[:, column], 0.0)
+    if config.rank is not None:
+        w = (mech.rows.double() @ mech.columns.double().mT)[:, :length, :length]
+    elif config.kind == "full":
+        w = mech.weight.double()[:, :length, :length]
+    else:
+        w = mech.weight.double()[:, i, column]
+    return w if config.kind == "full" else torch.where(inside, w, 0.0)
+
+
+def ref_conv(mech, q, k, v, *, allowed, scale, causal=False):
+    """The inner reference on each kernel's features, token by token and tap by tap."""
+    config, (queries, keys) = mech.config, allowed.shape[-2:]
+    opened = open_keys(allowed, len(q))
+    plain = {"q": q.double(), "k": k.double(), "v": v.double()}
+    # In self-attention queries are masked, too, where others read them.
+    mixed = queries == keys and ("q" in config.roles or config.rows)
+
+    def cleared(role, x):
+        alone = max(config.kernels) == 1 and not config.compresses
+        if alone or (role == "q" and not mixed):
+            return x
+        return x.masked_fill(~opened[:, None, :, None], 0.0)
+
+    def feature(role, index):
+        group = next((own for own in mech.kernels[index] if role in own), None)
+        x = cleared(role, plain[role])
+        if group is None:
+            return x
+        weight = mech.kernels[index][group].double()
+        weight = weight.repeat_interleave(x.shape[1] // len(weight), 0)
+        size, tokens = config.kernels[index], []
+        before = size - 1 if config.padding == "causal" else size // 2
+        for i in range(x.shape[2]):
+            token = torch.zeros_like(x[:, :, 0])
+            for t, j in enumerate(range(i - before, i - before + size)):
+                if 0 <= j < x.shape[2] and (j <= i or not causal):
+                    if config.conv == "full":
+                        token = token + torch.einsum("hde,bhe->bhd", weight[:, t], x[:, :, j])
+                    elif config.conv == "depthwise":
+                        token = token + weight[:, t] * x[:, :, j]
+                    else:
+                        token = token + weight[:, t, None] * x[:, :, j]
+            tokens.append(token)
+        made = torch.stack(tokens, 2)
+        return cleared(role, made) if config.compresses else made
+
+    naive = globals()[f"ref_{config.inner.name}"]
+    asked = {"causal": causal} if "causal" in inspect.signature(naive).parameters else {}
+    if config.columns:
+        # A summary is there if a key of its own window is: windows of nearly equal size.
+        home = [j * config.columns // mech.max_length for j in range(keys)]
+        there = [[j for j in range(keys) if home[j] == m] for m in range(config.columns)]
+        allowed = torch.stack([opened[:, own].any(-1) for own in there], -1)[:, None, None]
+    if config.rows and not config.columns:
+        allowed = opened[:, None, None]
+    if config.compresses:
+        allowed = allowed.expand(-1, -1, config.rows or queries, -1)
+    total, pairs = 0.0, tuple([cleared(role, plain[role])] for role in "qk")
+    for index in range(len(config.kernels)):
+        own_q, own_k, own_v = (feature(role, index) for role in "qkv")
+        if config.residual:
+            for read, own in zip(pairs, (own_q, own_k), strict=True):
+                read.append(own)
+            own_q, own_k = (torch.cat(read, -1) for read in pairs)
+        if config.rows:
+            own_q = mech.row_projection[:, :queries].double() @ own_q
+        if config.columns:
+            own_k = mech.key_projection[:, :keys].double() @ own_k
+            own_v = mech.value_projection[:, :keys].double() @ own_v
+        own = {"allowed": allowed, "scale": scale[index], **asked}
+        out = naive(mech.inner[index], own_q, own_k, own_v, **own)
+        if config.rows:
+            out = mech.row_expansion[:queries].double() @ out
+        if config.combine == "concat":
+            out = torch.einsum("bhiv,hvw->bhiw", out, mech.projection[:, index].double())
+        total = total + out
+    return total
+
+
+def ref_reformer(mech, q, k, v, *, allowed, scale):
+    """Softmax over the keys that any round's chunks hold, query by query; hashes as given.
+
+    Shared keys are k_j = q_j / √(mean q_j² + 1e-6), and a token that reads other keys leaves
+    itself out.
+    """
+    config = mech.config
+    hash_q = hash_k = mech.hash(q.detach())
+    if config.shared:
+        q, _, v = per_head(q, v, v)
+        k = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    else:
+        hash_k = mech.hash(k.detach()).repeat_interleave(q.shape[1] // k.shape[1], 2)
+        q, k, v = per_head(q, k, v)
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    allowed = allowed.expand(batch, heads, -1, -1)
+    position, other = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
+    count = torch.zeros(batch, heads, queries, keys, dtype=torch.float64)
+    for from_q, from_k in zip(hash_q, hash_k, strict=True):
+        if config.chunks == "sorted":  # who stands before whom in one line of open tokens
+            members = allowed & allowed.any(2)[:, :, None]
+            code = from_k * keys + other
+            earlier = code[..., None, :] < code[..., None]  # (B, H, S, S')
+            rank = torch.einsum("bhis,bhjs->bhij", members.double(), earlier.double()).long()
+            place = rank.diagonal(dim1=2, dim2=3)
+        else:  # who stands before whom among the keys of a query's bucket
+            members = allowed & (from_q[..., None] == from_k[..., None, :])
+            rank = members.long().cumsum(-1) - 1
+            place = ((members & (other <= position)).sum(-1) - 1).clamp_min(0)
+        away = rank // config.chunk - place[..., None] // config.chunk
+        count += members & (away >= -config.before) & (away <= config.after)
+    if config.shared:  # a masked token reads nothing
+        count = count * allowed.diagonal(dim1=2, dim2=3)[..., None]
+    if config.last:
+        others = count * (1 - torch.eye(keys, dtype=torch.float64))
+        count = torch.where(others.sum(-1, keepdim=True) > 0, others, count)
+    if config.duplicates == "once":
+        count = count.clamp_max(1)
+    logits = scale * torch.einsum("bhid,bhjd->bhij", q, k)
+    return weighted_mean(logits + count.clamp_min(1).log(), v, count > 0)

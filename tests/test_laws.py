@@ -5,7 +5,16 @@ import torch
 
 import laws
 import subquad as sq
-from variants import all_variants, capabilities, inputs, make, with_capability
+from variants import (
+    all_variants,
+    capabilities,
+    inputs,
+    make,
+    make_mixer,
+    mixer_variants,
+    tokens,
+    with_capability,
+)
 
 PARITY = [
     (spec, kind, queries, keys)
@@ -75,7 +84,7 @@ def test_wrong_states(spec):
     if capabilities(spec).read:
         with pytest.raises(sq.ShapeError, match="needs a state"):
             mech.step(q, None, None, None)
-    with pytest.raises(sq.ShapeError, match="state"):
+    with pytest.raises(sq.ShapeError, match="state" if mech.value_dim is None else "v must be"):
         mech.step(q, k, v[..., :3], state)
 
 
@@ -198,7 +207,7 @@ def test_what_is_not_declared_is_refused_with_a_reason(spec):
     for kind, mask in masks.items():
         support = getattr(have, kind)
         if support:
-            assert mech(q, k, v, mask=mask).shape == (2, 6, 7, 7)
+            assert mech(q, k, v, mask=mask).shape == (2, 6, 7, v.shape[-1])
             continue
         with pytest.raises(sq.UnsupportedError) as caught:
             mech(q, k, v, mask=mask)
@@ -218,3 +227,197 @@ def test_description_is_complete(spec):
     assert found.flops(2048) > found.flops(1024) > 0
     assert found.memory(1024) > 0
     assert found.name in str(found) and found.to_dict()["name"] == found.name
+
+
+# ---- token mixers ---------------------------------------------------------------------------
+
+FIRST_MIXERS = list(
+    {spec.partition("(")[0]: spec for spec in mixer_variants("compile")[::-1]}.values()
+)
+"""One variant of each."""
+
+
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_parity(spec):
+    laws.mixer_parity(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("exact_gradient"))
+def test_mixer_gradients(spec):
+    laws.mixer_gradients(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("causal"))
+def test_mixer_causality(spec):
+    laws.mixer_causality(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("state"))
+def test_mixer_streaming(spec):
+    laws.mixer_streaming(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("state"))
+def test_mixer_state_operations(spec):
+    laws.mixer_state_operations(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("state"))
+def test_mixer_wrong_states(spec):
+    mixer, x = make_mixer(spec), tokens(7)
+    _, state = mixer.prefill(x)
+    wrong = make("softmax").prefill(*inputs(7, 7))[1]
+    with pytest.raises(sq.ShapeError, match="state must be"):
+        mixer.step(x, state=wrong)
+    with pytest.raises(sq.ShapeError, match="holds 2 batch rows, q has 1"):
+        mixer.step(x[:1], state=state)
+    with pytest.raises(sq.DeviceError, match="state is on meta"):
+        mixer.step(x, state=state.to("meta"))
+    _, state = mixer.prefill(tokens(80))
+    with pytest.raises(sq.ShapeError, match="length L=7 after 80 in the state, longer than max"):
+        mixer.step(x, state=state)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("key"))
+def test_mixer_junk_under_the_mask(spec):
+    laws.mixer_junk(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("key", "pad_invariant"))
+def test_mixer_right_padding(spec):
+    laws.mixer_right_padding(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("key", "compact"))
+def test_mixer_other_padding(spec):
+    laws.mixer_other_padding(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("key"))
+def test_mixer_no_token(spec):
+    laws.mixer_no_token(spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_dtypes(spec, dtype):
+    laws.mixer_dtypes(spec, dtype)
+
+
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_huge(spec):
+    laws.mixer_huge(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_citizenship(spec):
+    laws.mixer_citizenship(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_checkpointed(spec):
+    laws.mixer_checkpointed(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_autocast(spec):
+    laws.mixer_autocast(spec)
+
+
+@pytest.mark.parametrize("spec", FIRST_MIXERS)
+def test_mixer_compiled(spec):
+    laws.mixer_compiled(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec", [spec for spec in mixer_variants("compile") if spec not in FIRST_MIXERS]
+)
+def test_other_mixers_compiled(spec):
+    laws.mixer_compiled(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants("compile"))
+def test_mixer_exported(spec):
+    laws.mixer_exported(spec)
+
+
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_wrong_inputs(spec):
+    mixer, x = make_mixer(spec), tokens(7)
+    q, k, v = inputs(7, 7)
+    with pytest.raises(sq.ShapeError, match=r"x must be \(\.\.\., L, C=11\), given \(2, 7, 3\)"):
+        mixer(x[..., :3])
+    with pytest.raises(sq.ShapeError, match="at least one token"):
+        mixer(x[:, :0])
+    with pytest.raises(sq.DtypeError, match="x must be one of"):
+        mixer(x.long())
+    if capabilities(spec).max_length:
+        with pytest.raises(sq.ShapeError, match="L=84, longer than max_length=83"):
+            mixer(tokens(84))
+        with pytest.raises(sq.OptionError, match="max_length is needed"):
+            sq.build(spec, embed_dim=11)
+        with pytest.raises(sq.DeviceError, match="x is on meta"):
+            mixer(x.to("meta"))
+    with pytest.raises(sq.OptionError, match=r"mask must be a subquad\.Mask"):
+        mixer(x, mask=torch.ones(7, 7))
+    with pytest.raises(sq.ShapeError, match=r"key_mask must broadcast to \(2, 7\)"):
+        mixer(x, key_mask=torch.ones(2, 5, dtype=torch.bool))
+    with pytest.raises(sq.DtypeError, match=r"key_mask must be torch\.bool"):
+        mixer(x, key_mask=torch.ones(2, 7))
+    with pytest.raises(sq.OptionError, match="embed_dim is needed"):
+        sq.build(spec, num_heads=3, max_length=83)
+    with pytest.raises(sq.OptionError, match=r"embed_dim=11 must be head_dim·num_heads = 15"):
+        sq.build(spec, embed_dim=11, head_dim=5, num_heads=3, max_length=83)
+    with pytest.raises(sq.OptionError, match="embed_dim=0 must be an integer ≥ 1"):
+        sq.build(spec, embed_dim=0, max_length=83)
+    with pytest.raises(sq.OptionError, match="num_kv_heads must equal num_heads: it has no"):
+        sq.build(spec, embed_dim=12, num_heads=4, num_kv_heads=2, max_length=83)
+    calls = [
+        lambda: mixer(q, k, v),
+        lambda: mixer(x, scale=1.0),
+        lambda: mixer.partials(q, k, v),
+        lambda: mixer.prefill(q, k, v),
+        lambda: mixer.step(q, k, v, None),
+    ]
+    for call in calls:
+        with pytest.raises(sq.UnsupportedError, match=r"call mixer\(x\)") as caught:
+            call()
+        assert "softmax" in caught.value.alternatives
+        assert mixer.name not in caught.value.alternatives
+
+
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_refuses_with_a_reason_what_it_does_not_declare(spec):
+    mixer, x, have = make_mixer(spec), tokens(7), capabilities(spec)
+    masks = {
+        "causal": sq.Mask(causal=True),
+        "prefix": sq.Mask(causal=True, prefix=2),
+        "segments": sq.Mask(segments=torch.zeros(2, 7, dtype=torch.long)),
+        "window": sq.Mask(window=2),
+        "dense": sq.Mask(dense=torch.ones(7, 7, dtype=torch.bool)),
+    }
+    for kind, mask in masks.items():
+        support = getattr(have, kind)
+        if support:
+            assert mixer(x, mask=mask).shape == x.shape
+            continue
+        with pytest.raises(sq.UnsupportedError) as caught:
+            mixer(x, mask=mask)
+        assert support.reason in str(caught.value) or kind == "prefix"
+        assert caught.value.alternatives
+    if not have.state:
+        with pytest.raises(sq.UnsupportedError, match="prefill"):
+            mixer.prefill(x)
+    q, k, v = inputs(7, 7)
+    for call in (lambda: mixer.weights(q, k), lambda: mixer.partial(q, k, v)):
+        with pytest.raises(sq.UnsupportedError, match="it has no"):
+            call()
+    with pytest.raises(sq.UnsupportedError, match=r"reads no q, k, v: build it") as caught:
+        sq.attention(q, k, v, spec)
+    assert "performer" in caught.value.alternatives
+
+
+@pytest.mark.parametrize("spec", mixer_variants())
+def test_mixer_description_is_complete(spec):
+    test_description_is_complete(spec)

@@ -61,6 +61,23 @@ VARIANTS = {
         "bigbird(preset=longformer, window=3, dilation=2, global_tokens=[-1, 5])",
         "bigbird",
     ],
+    "sinkhorn": [
+        "sinkhorn(block=7, top=3, iterations=2, temperature=0.3)",
+        "sinkhorn(block=5, top=2, iterations=0, sort=bilinear)",
+        "sinkhorn(block=11, top=none, sort=linear)",
+        "sinkhorn(block=8, top=2, hard=true)",
+        "sinkhorn(block=13, top=3, sortcut=true)",
+        "sinkhorn",
+    ],
+    "routing": [
+        "routing(clusters=5, window=7)",
+        "routing(clusters=3, window=5, shared=true)",
+        "routing(clusters=7, window=3, membership=nearest, normalise=none, own=last)",
+        "routing(clusters=5, window=2, membership=nearest, neighbours=2, norm=rms, "
+        "normalise=keys, start=data)",
+        "routing(clusters=4, window=11, membership=balanced, merge=mean, own=last)",
+        "routing(clusters=3, window=13, membership=balanced, rest=zeros, normalise=none)",
+    ],
     "near_far": [
         "near_far(window=5, sinks=0, far=performer(features=13))",
         "near_far(window=0, sinks=3, far=performer(features=13))",
@@ -80,6 +97,23 @@ VARIANTS = {
         "near_far(window=17, heavy=7, sinks=1, far=performer(features=13))",
         "near_far(window=13, heavy=8, sinks=0, "
         "far=kernel_nystrom(features=13, landmarks=calibrated, clip=0.1))",
+    ],
+    "conv": [
+        "conv(kernels=[4, 3], conv=shared, combine=sum, noise=0.3, inner=local(window=4))",
+        "conv(kernels=[2, 5], conv=shared, combine=sum, noise=0.3, residual=true, sharing=qk, "
+        "padding=causal, inner=performer(features=13))",
+        "conv(kernels=[3], conv=shared, combine=sum, noise=0.3, inputs=kv, padding=causal)",
+        "conv(kernels=[1, 1], conv=shared, combine=sum, noise=0.3, sharing=qkv)",
+        "conv(kernels=[3, 2], conv=shared, combine=sum, noise=0.3, columns=67, rows=61)",
+    ],
+    "reformer": [
+        "reformer(rounds=2, buckets=4, chunk=5)",
+        "reformer(rounds=3, buckets=[2, 4], chunk=3, shared=false)",
+        "reformer(rounds=1, buckets=6, chunk=4, before=2, after=1, own=always)",
+        "reformer(rounds=2, buckets=2, chunk=7, before=0, duplicates=each, shared=false)",
+        "reformer(rounds=2, buckets=6, chunk=11, chunks=sorted, after=1)",
+        "reformer(rounds=2, buckets=none, chunk=64, duplicates=each)",
+        "reformer",
     ],
     "gaussian": [
         "gaussian(features=11)",
@@ -145,6 +179,34 @@ VARIANTS = {
         "clustered(clusters=11, cluster=keys, weights=mass, distance=hamming, bits=17)",
         "clustered(clusters=60)",
     ],
+    "fnet": [
+        "fnet",
+        "fnet(norm=ortho)",
+        "fnet(padding=zero)",
+    ],
+    "gmlp": [
+        "gmlp",
+        "gmlp(hidden=38, weights=toeplitz)",
+        "gmlp(weights=toeplitz, heads=11)",
+        "gmlp(hidden=12, heads=3, attention=5)",
+    ],
+    "mlp_mixer": [
+        "mlp_mixer(hidden=17)",
+        "mlp_mixer(hidden=none)",
+    ],
+    "synthesizer": [
+        "synthesizer",
+        "synthesizer(kinds=random)",
+        "synthesizer(kinds=[dot, factorised_dense], hidden=7, factors=[31, 37])",
+        "synthesizer(kinds=[factorised_random, dense, random], rank=3, trainable=false)",
+    ],
+    "aft": [
+        "aft",
+        "aft(kind=conv, window=[7, 2], normalise=false)",
+        "aft(kind=local, window=5)",
+        "aft(kind=local, window=[3, 0], rank=3)",
+        "aft(kind=full)",
+    ],
     "key_clusters": [
         "key_clusters(clusters=11, refine=3, members=2, landmarks=5)",
         "key_clusters(clusters=7, refine=0, iterations=1, sample=2)",
@@ -157,8 +219,21 @@ VARIANTS = {
 
 
 def all_variants():
-    """Every registered mechanism's option strings."""
-    return [spec for name in registry.MECHANISMS for spec in VARIANTS.get(name, [name])]
+    """Option strings of every registered mechanism that reads q, k and v."""
+    return _variants(qkv=True)
+
+
+def mixer_variants(*names):
+    """Option strings of every registered token mixer that declares these capabilities."""
+    return [
+        spec
+        for spec in _variants(qkv=False)
+        if all(getattr(capabilities(spec), name) for name in names)
+    ]
+
+
+def _variants(qkv):
+    return [spec for name in sq.mechanisms(qkv=qkv) for spec in VARIANTS.get(name, [name])]
 
 
 def capabilities(spec):
@@ -188,13 +263,35 @@ def make(spec, *, heads=6, kv=3, dim=5, dtype=torch.float64, seed=0, **sizes):
     return mech
 
 
+def make_mixer(spec, *, width=11, most=83, dtype=torch.float64, seed=0, **sizes):
+    """A built token mixer in eval mode, with no parameter at a value that hides it."""
+    mixer = sq.build(
+        spec, embed_dim=width, max_length=most, seed=seed, dtype=dtype, **sizes
+    ).eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in mixer.parameters():  # zero, one and nearly zero at first
+            if not parameter.is_meta:
+                draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(0.2 * draw)
+    return mixer
+
+
+def tokens(length, *, batch=2, width=11, dtype=torch.float64, seed=1, size=1.0, grad=False):
+    """x (B, L, C) from N(0, size²)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = size * torch.randn(batch, length, width, generator=generator, dtype=torch.float64)
+    return x.to(dtype).requires_grad_(grad)
+
+
 def inputs(
     queries, keys, *, batch=2, heads=6, kv=3, dim=5, value=7, dtype=torch.float64, seed=1,
     size=1.0, grad=False, spec=None,
 ):  # fmt: skip
     """q (B, H, L, D), k (B, Hkv, S, D), v (B, Hkv, S, V) from N(0, size²)."""
-    if spec is not None and not capabilities(spec).gqa:
-        kv = heads
+    if spec is not None:
+        kv = kv if capabilities(spec).gqa else heads
+        value = value if capabilities(spec).value_width else dim
     generator = torch.Generator().manual_seed(seed)
     shapes = ((heads, queries, dim), (kv, keys, dim), (kv, keys, value))
     return tuple(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from subquad.attention.base import Mechanism, State
+from subquad.attention.base import Mechanism, State, penalties
 from subquad.attention.functional import attention
 from subquad.attention.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from subquad.attention.masks import Mask
 from subquad.attention.multihead import MultiheadAttention
 from subquad.attention.partial import Partial, merge
+from subquad.attention.stack import StackState, TransformerDecoder, TransformerEncoder
 from subquad.convert import Budget, compare, convert, revert, suggest, swap_sdpa
 from subquad.errors import (
     CalibrationError,
@@ -26,9 +27,10 @@ from subquad.registry import build, describe, mechanisms
 from subquad.training import recover
 
 if TYPE_CHECKING:
-    from subquad import features, kernels
+    from subquad import features, kernels, positions
     from subquad.attention.exact.additive import AdditiveConfig
     from subquad.attention.exact.softmax import SoftmaxConfig
+    from subquad.attention.hybrid.conv import ConvConfig
     from subquad.attention.hybrid.mixed import MixedConfig
     from subquad.attention.hybrid.near_far import NearFarConfig
     from subquad.attention.kernel.efficient import EfficientConfig
@@ -38,9 +40,15 @@ if TYPE_CHECKING:
     from subquad.attention.kernel.nystrom import KernelNystromConfig
     from subquad.attention.kernel.performer import PerformerConfig
     from subquad.attention.kernel.rfa import RFAConfig
+    from subquad.attention.mixer.fnet import FNetConfig
+    from subquad.attention.mixer.gmlp import GMLPConfig
+    from subquad.attention.mixer.layer import TokenMixing
+    from subquad.attention.mixer.mlp_mixer import MLPMixerConfig
     from subquad.attention.sparse.bigbird import BigBirdConfig
     from subquad.attention.sparse.global_ import GlobalConfig
     from subquad.attention.sparse.local import LocalConfig
+    from subquad.attention.sparse.routing import RoutingConfig
+    from subquad.attention.sparse.sinkhorn import SinkhornConfig
     from subquad.attention.sparse.strided import StridedConfig
     from subquad.attention.summary.clustered import ClusteredConfig
     from subquad.attention.summary.compressed import CompressedConfig
@@ -59,9 +67,12 @@ __all__ = [
     "CalibrationError",
     "ClusteredConfig",
     "CompressedConfig",
+    "ConvConfig",
     "DeviceError",
     "DtypeError",
     "EfficientConfig",
+    "FNetConfig",
+    "GMLPConfig",
     "GaussianConfig",
     "GlobalConfig",
     "HedgehogConfig",
@@ -71,6 +82,7 @@ __all__ = [
     "LinformerConfig",
     "LinformerEncoderLayer",
     "LocalConfig",
+    "MLPMixerConfig",
     "Mask",
     "Mechanism",
     "MixedConfig",
@@ -81,13 +93,19 @@ __all__ = [
     "Partial",
     "PerformerConfig",
     "RFAConfig",
+    "RoutingConfig",
     "SampledConfig",
     "ShapeError",
+    "SinkhornConfig",
     "SoftmaxConfig",
+    "StackState",
     "State",
     "StridedConfig",
     "SubquadError",
+    "TokenMixing",
+    "TransformerDecoder",
     "TransformerDecoderLayer",
+    "TransformerEncoder",
     "TransformerEncoderLayer",
     "UnknownNameError",
     "UnsupportedError",
@@ -101,6 +119,8 @@ __all__ = [
     "kernels",
     "mechanisms",
     "merge",
+    "penalties",
+    "positions",
     "recover",
     "revert",
     "suggest",
@@ -108,6 +128,10 @@ __all__ = [
 ]
 
 _CONFIGS = {
+    "FNetConfig": "subquad.attention.mixer.fnet",
+    "GMLPConfig": "subquad.attention.mixer.gmlp",
+    "MLPMixerConfig": "subquad.attention.mixer.mlp_mixer",
+    "TokenMixing": "subquad.attention.mixer.layer",
     "AdditiveConfig": "subquad.attention.exact.additive",
     "EfficientConfig": "subquad.attention.kernel.efficient",
     "GaussianConfig": "subquad.attention.kernel.gaussian",
@@ -117,10 +141,13 @@ _CONFIGS = {
     "BigBirdConfig": "subquad.attention.sparse.bigbird",
     "GlobalConfig": "subquad.attention.sparse.global_",
     "LocalConfig": "subquad.attention.sparse.local",
+    "RoutingConfig": "subquad.attention.sparse.routing",
+    "SinkhornConfig": "subquad.attention.sparse.sinkhorn",
     "StridedConfig": "subquad.attention.sparse.strided",
     "KernelNystromConfig": "subquad.attention.kernel.nystrom",
     "NearFarConfig": "subquad.attention.hybrid.near_far",
     "NystromConfig": "subquad.attention.summary.nystrom",
+    "ConvConfig": "subquad.attention.hybrid.conv",
     "MixedConfig": "subquad.attention.hybrid.mixed",
     "ClusteredConfig": "subquad.attention.summary.clustered",
     "KeyClustersConfig": "subquad.attention.summary.key_clusters",
@@ -131,7 +158,7 @@ _CONFIGS = {
     "SampledConfig": "subquad.attention.summary.sampled",
     "SoftmaxConfig": "subquad.attention.exact.softmax",
 }
-_MODULES = ("features", "kernels")
+_MODULES = ("features", "kernels", "positions")
 
 
 def __getattr__(name: str) -> Any:

@@ -42,14 +42,23 @@ MECHANISMS: dict[str, str] = {
     "strided": "subquad.attention.sparse.strided:Strided",
     "global": "subquad.attention.sparse.global_:Global",
     "bigbird": "subquad.attention.sparse.bigbird:BigBird",
+    "routing": "subquad.attention.sparse.routing:Routing",
+    "sinkhorn": "subquad.attention.sparse.sinkhorn:Sinkhorn",
+    "reformer": "subquad.attention.sparse.reformer:Reformer",
     "linformer": "subquad.attention.summary.linformer:Linformer",
     "compressed": "subquad.attention.summary.compressed:Compressed",
     "nystrom": "subquad.attention.summary.nystrom:Nystrom",
     "sampled": "subquad.attention.summary.sampled:Sampled",
     "clustered": "subquad.attention.summary.clustered:Clustered",
     "key_clusters": "subquad.attention.summary.key_clusters:KeyClusters",
+    "fnet": "subquad.attention.mixer.fnet:FNet",
+    "gmlp": "subquad.attention.mixer.gmlp:GMLP",
+    "mlp_mixer": "subquad.attention.mixer.mlp_mixer:MLPMixer",
+    "synthesizer": "subquad.attention.fixed.synthesizer:Synthesizer",
+    "aft": "subquad.attention.fixed.aft:AFT",
     "mixed": "subquad.attention.hybrid.mixed:Mixed",
     "near_far": "subquad.attention.hybrid.near_far:NearFar",
+    "conv": "subquad.attention.hybrid.conv:Conv",
 }
 """name → module:class."""
 
@@ -101,8 +110,8 @@ def resolve(
 def build(
     mechanism: str | Spec | Config,
     *,
-    head_dim: int,
-    num_heads: int,
+    head_dim: int | None = None,
+    num_heads: int | None = None,
     num_kv_heads: int | None = None,
     value_dim: int | None = None,
     embed_dim: int | None = None,
@@ -113,6 +122,8 @@ def build(
     **options: Any,
 ) -> Mechanism:
     """Builds a mechanism as a module; sizes as in `Mechanism`.
+
+    `head_dim` and `num_heads` are needed by all but token mixers, whose size is `embed_dim`.
 
     Example:
         >>> import torch, subquad as sq
@@ -127,9 +138,13 @@ def build(
     """
     found, config = resolve(mechanism, options)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    heads: dict[str, Any] = {"head_dim": head_dim, "num_heads": num_heads}
+    missing = [name for name, size in heads.items() if size is None]
+    if missing and found.capabilities_for(config).qkv:
+        verb = "is" if len(missing) == 1 else "are"
+        raise OptionError(f"{found.name}: {' and '.join(missing)} {verb} needed")
     return found(
-        head_dim=head_dim,
-        num_heads=num_heads,
+        **heads,
         num_kv_heads=num_kv_heads,
         value_dim=value_dim,
         embed_dim=embed_dim,

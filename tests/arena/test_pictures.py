@@ -5,7 +5,7 @@ import subquad as sq
 from subquad.arena import pictures
 
 
-@pytest.mark.parametrize("name", sq.mechanisms(qkv=True))
+@pytest.mark.parametrize("name", sq.mechanisms())
 def test_every_mechanism_has_its_picture(name):
     about = sq.describe(sq.describe(name).info.sample or name)
     page = pictures.draw(sq.describe(name).info.sample or name)
@@ -22,6 +22,14 @@ def test_cells_that_are_not_read_are_told_apart():
     unread = np.ma.getmaskarray(np.ma.masked_invalid(page.axes[1].images[1].get_array()))
     i, j = np.indices((48, 48))
     assert (unread == (abs(i - j) <= 3)).all()  # NaN, not drawn, where a key is read
+
+
+def test_a_mixer_shows_who_moves_whom():
+    page = pictures.draw("gmlp(weights=toeplitz)")
+    causal = page.axes[3]  # two rows of softmax and the mixer
+    assert "influence" in causal.get_title() and "causal" in causal.get_title()
+    shares = np.square(causal.images[0].get_array())
+    assert np.allclose(shares.sum(1), 1.0, atol=1e-5) and not np.triu(shares, 1).any()
 
 
 def test_saving(tmp_path):

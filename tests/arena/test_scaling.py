@@ -4,6 +4,7 @@ import pytest
 
 import subquad as sq
 from subquad.arena import scaling
+from subquad.options import parse_spec
 
 
 @pytest.mark.slow
@@ -23,9 +24,19 @@ def test_time_and_memory_grow_as_declared(name):
 
 
 def test_every_mechanism_that_claims_less_than_exact_attention_is_measured():
-    names = scaling.candidates()
+    names = {parse_spec(spec).name for spec in scaling.candidates()}
     assert "performer" in names and "local" in names
-    assert set(sq.mechanisms()) - set(names) == {"softmax", "additive"}
+    assert set(sq.mechanisms()) - names == {"softmax", "additive", "synthesizer"}
+
+
+@pytest.mark.parametrize("name", scaling.INSTEAD)
+def test_what_stands_in_is_less_than_quadratic(name):
+    growth = [
+        about.flops(65536) / about.flops(16384)
+        for about in map(sq.describe, (name, scaling.INSTEAD[name]))
+    ]
+    # ×16 for a square; L·log L grows ×4·16/14 = 4.6
+    assert growth[0] > 12 and growth[1] < 4.6
 
 
 def test_full_attention_would_be_seen():

@@ -24,6 +24,7 @@ VERBS = (
     ("bench",),
     ("bench", "speed"),
     ("bench", "approximation"),
+    ("bench", "tasks"),
     ("bench", "conversion"),
 )
 
@@ -141,6 +142,16 @@ def test_bench_hands_over_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.stderr == "working\n"
         assert (seen["out"], seen["quick"], seen["json"]) == (Path("here"), True, True)
         assert run("bench", name).stdout == "working\n"
+
+
+def test_bench_tasks_hands_over_its_choice_of_mechanisms(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    fake = types.SimpleNamespace(run=lambda **options: seen.update(options))
+    monkeypatch.setitem(sys.modules, "subquad.arena.tasks", fake)
+    assert run("bench", "tasks", "--only", "local", "--only", "fnet", "--resume").exit_code == 0
+    assert (seen["only"], seen["resume"], seen["quick"]) == (["local", "fnet"], True, False)
+    assert run("bench", "tasks").exit_code == 0
+    assert (list(seen["only"]), seen["resume"]) == ([], False)
 
 
 def test_demo_hands_over_its_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,14 +42,14 @@ def plain(q, k, v, queries, keys, *, scale, key=None, causal=False, bias=None):
             if bias is not None:
                 extra = bias(torch.tensor([number]), i.view(1, 1), at[None])[0, 0]
             logits = scale * k[b, h // per, at] @ q[b, h, i] + extra
-            opened = at >= 0
+            opened = (at >= 0) & (extra > -torch.inf)
             if key is not None:
                 opened = opened & key[b, at]
             if causal:
                 opened = opened & (at <= i + offset)
             if i < 0 or not opened.any():
                 out.append(0.0 * v[b, 0, 0])
-                lse.append(logits.sum() * 0.0 + EMPTY)
+                lse.append(0.0 * q[b, h, 0].sum() + EMPTY)
                 continue
             logits = logits[opened]
             out.append(torch.softmax(logits, -1) @ v[b, h // per, at[opened]])
@@ -63,9 +63,20 @@ def parity_of_positions(groups, queries, keys):
     return 0.1 * ((groups[:, None, None] + queries[..., None] * keys[:, None]) % 7).double()
 
 
+def odd_pairs(groups, queries, keys, dtype=torch.float64):
+    """Some pairs closed by one unit or by half of one."""
+    odd = (groups[:, None, None] + queries[..., None] * keys[:, None]) % 5
+    return 0.5 * odd.clamp_max(2).to(dtype)
+
+
+def odd_bias(groups, queries, keys):
+    """The same as a bias."""
+    return torch.where(odd_pairs(groups, queries, keys) > 0, -torch.inf, 0.0)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("bias", [None, parity_of_positions])
+@pytest.mark.parametrize("bias", [None, parity_of_positions, odd_bias])
 @pytest.mark.parametrize("chunk", [1, 2**21])
 def test_forward_and_gradients(causal, masked, bias, chunk, monkeypatch):
     monkeypatch.setattr(grouped, "SCORE_BYTES", chunk)  # one group at a time, or all
@@ -93,3 +104,40 @@ def test_half_precision_is_summed_in_float32():
     exact, _ = grouped.grouped_softmax(*(t.double() for t in half), queries, keys, scale=0.7)
     # The same numbers in float32: ≤ 11 terms and an exponential, 20·eps.
     torch.testing.assert_close(out.double(), exact, rtol=20 * 1.2e-7, atol=20 * 1.2e-7)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("bias", "closed"), [(None, None), (odd_bias, odd_pairs)])
+def test_several_rounds_are_one_softmax(causal, bias, closed):
+    """A key counts as often as it is listed; each query once in a round, or not at all."""
+    q, k, v, _, _, key = problem(length=23)
+    generator = torch.Generator().manual_seed(9)
+    listed = [torch.randperm(25, generator=generator) for _ in range(2 * 6 * 3)]
+    queries = torch.stack(listed).view(3, 2, 6, 5, 5)
+    queries = queries.masked_fill(queries >= 23, -1)
+    queries = torch.where(queries == 11, -1, queries)  # in no round at all
+    keys = torch.randint(-1, 29, (3, 2, 6, 5, 7), generator=generator)
+    options = {"scale": 0.7, "key": key, "causal": causal}
+    rounds = [plain(q, k, v, queries[r], keys[r], **options, bias=bias) for r in range(3)]
+    top = q.new_full((2, 6, 23), EMPTY)
+    num, den = v.new_zeros(2, 6, 23, 3), v.new_zeros(2, 6, 23)
+    for r, (out, lse) in enumerate(rounds):
+        for b, h, g, c in queries[r].ge(0).nonzero().tolist():
+            i, weight = queries[r, b, h, g, c], torch.exp(lse[b, h, g, c])
+            at = (torch.tensor(b), torch.tensor(h), i)
+            num = num.index_put(at, weight * out[b, h, g, c], accumulate=True)
+            den = den.index_put(at, weight, accumulate=True)
+    there = den > 0
+    wanted = num / torch.where(there, den, 1.0)[..., None]
+    wanted_lse = torch.where(there, torch.where(there, den, 1.0).log(), top)
+    found = grouped.joint_softmax(q, k, v, queries, keys, **options, closed=[closed] * 3)
+    assert not there[:, :, 11].any()
+    # Sums of ≤ 21 terms of size ~1 in float64: 21·eps ≈ 5e-15; a margin of 200.
+    for a, b in zip(found, (wanted, wanted_lse), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    bars = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in found]
+    bars[1] = bars[1].masked_fill(~there, 0.0)
+    ours = torch.autograd.grad(found, (q, k, v), bars)
+    theirs = torch.autograd.grad((wanted, wanted_lse), (q, k, v), bars)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

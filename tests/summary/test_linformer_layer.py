@@ -126,7 +126,10 @@ def test_errors():
         build(activation="rely")
     with pytest.raises(sq.OptionError) as caught:
         build(activation=None, normalize_before="no")
-    for part in ("activation=None is none of relu, gelu, nor a function", "normalize_before='no'"):
+    for part in (
+        "activation=None is none of relu, gelu, silu, nor a function",
+        "normalize_before='no'",
+    ):
         assert part in str(caught.value)
     for size in (0, -3, 2.5):
         with pytest.raises(sq.OptionError, match=f"dim_feedforward={size} must be an integer ≥ 1"):

@@ -4,11 +4,17 @@ A sequence with something to see (neighbours are alike, three motifs return) goe
 mechanism untrained; drawn is √weight for every query (row) and key (column), bidirectional
 and, where the mechanism has it, causal. Cells that the mechanism never reads are hatched
 grey, so that a small weight and no weight can be told apart.
+
+Where each channel has weights of its own (`channel_weights`), their mean is drawn.
+
+A token mixer has no weights. In their place is how much each token of the output moves with
+each token of the input: ‖∂out_i/∂x_j‖ (`Mixer.influence`), rows summing to one.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,8 @@ from torch import Tensor
 
 from subquad import registry
 from subquad.arena.figures import COLOURS, figure
+from subquad.attention.base import Mechanism
+from subquad.attention.mixer.base import Mixer
 from subquad.errors import UnsupportedError
 
 __all__ = ["draw", "sample_sequence", "save"]
@@ -46,12 +54,13 @@ def draw(spec: str, length: int = 48) -> Any:
         length: tokens.
 
     Raises:
-        UnsupportedError: for a mechanism without implied weights.
+        UnsupportedError: for attention without implied weights.
         ImportError: matplotlib is not installed.
     """
     about = registry.describe(spec)
     have = about.capabilities
-    if not (have.weights and have.qkv):
+    by_channel = hasattr(registry.get(about.name), "channel_weights")
+    if have.qkv and not have.weights and not by_channel:
         raise UnsupportedError(
             about.name, "a picture", "it has no attention weights", registry.capable("weights")
         )
@@ -62,20 +71,43 @@ def draw(spec: str, length: int = 48) -> Any:
         "head_dim": DIM, "num_heads": heads, "embed_dim": DIM * heads, "max_length": length,
     }  # fmt: skip
     exact, mechanism = (registry.build(one, **sizes).eval() for one in ("softmax", spec))
-    calibrate: Any = getattr(mechanism, "calibrate", None)
-    if calibrate is not None and have.functional is not True:
-        calibrate(x, x)
-    columns: list[tuple[str, Any, int]] = [("softmax", exact, 0)]
-    if about.name != "softmax":
+    if mechanism.calibrates_for(mechanism.config) and have.functional is not True:
+        calibrated: Any = mechanism
+        calibrated.calibrate(x, x)
+
+    def mean_weights(one: Any) -> Callable[[bool], Tensor]:
+        return lambda causal: one.channel_weights(x, x, causal=causal)[0, 0].mean(-1)
+
+    def weights(one: Mechanism, head: int) -> Callable[[bool], Tensor]:
+        return lambda causal: one.weights(x, x, causal=causal)[0, head]
+
+    def influence(mixer: Mixer) -> Callable[[bool], Tensor]:
+        def shares(causal: bool) -> Tensor:
+            moved = mixer.influence(x[0, 0], causal=causal)
+            share = moved / moved.sum(-1, keepdim=True)
+            # a Fourier transform rounds: what it leaves of a zero is no influence
+            return share.masked_fill(share < torch.finfo(share.dtype).eps, 0)
+
+        return shares
+
+    columns = [("softmax", weights(exact, 0))]
+    if isinstance(mechanism, Mixer):
+        columns.append((f"{spec}: influence", influence(mechanism)))
+    elif by_channel:
+        columns.append((f"{spec}: mean over channels", mean_weights(mechanism)))
+    elif about.name != "softmax":
         columns += [
-            (str(spec) if heads == 1 else f"{about.name}, head {head + 1}", mechanism, head)
+            (
+                str(spec) if heads == 1 else f"{about.name}, head {head + 1}",
+                weights(mechanism, head),
+            )
             for head in range(heads)
         ]
     rows = [False, True] if have.causal else [False]
     page, axes = figure(3.2 * len(columns), 3.3 * len(rows), len(rows), len(columns))
     for line, causal in zip(axes, rows, strict=True):
-        for axis, (title, one, head) in zip(line, columns, strict=True):
-            matrix = one.weights(x, x, causal=causal)[0, head]
+        for axis, (title, matrix_of) in zip(line, columns, strict=True):
+            matrix = matrix_of(causal)
             unread = torch.where(matrix == 0, 1.0, float("nan"))
             axis.grid(False)
             axis.imshow(matrix.clamp_min(0).sqrt().numpy(), cmap="Blues", vmin=0, vmax=0.7)

@@ -275,6 +275,8 @@ def contenders(
 
 def _registered(name: str, sizes: Sizes, max_length: int) -> Contender:
     about = registry.describe(name)
+    if not about.capabilities.qkv:
+        raise UnsupportedError(name, "q, k and v: it mixes tokens")
     free = isinstance(getattr(about.config, "features", None), int) and name == about.name
     options = {"features": sizes.features} if free else {}
     mechanism = registry.build(
@@ -287,8 +289,6 @@ def _registered(name: str, sizes: Sizes, max_length: int) -> Contender:
         **options,
     )
     have = mechanism.capabilities
-    if not have.qkv:
-        raise UnsupportedError(name, "q, k and v: it mixes tokens")
     with torch.no_grad():  # what needs data first says so here
         q, k, v, _ = sizes.inputs(64)
         mechanism(q, k, v)
@@ -717,6 +717,7 @@ FLOORS = (
     Floor(True, True, 65536, 5.5, None),
     Floor(True, False, 8192, 3.0, LOCAL_PEER, f"local(window={WINDOW})"),
     Floor(True, False, 8192, 5.0, SDPA, f"local(window={WINDOW})"),
+    Floor(True, False, 16384, 3.0, SDPA, "reformer"),
 )
 """What the project promises on one thread; of `performer` with M=128."""
 

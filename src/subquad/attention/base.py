@@ -41,7 +41,9 @@ __all__ = [
     "Mechanism",
     "State",
     "Support",
+    "continued",
     "own_precision",
+    "penalties",
 ]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -87,6 +89,7 @@ class Capabilities:
         exact_gradient: gradients are the output's own; absent where a selection or statistics
             of the call are held fixed.
         full_length: the output has a row for each query.
+        value_width: values may be of another width than queries and keys, V ≠ D.
         reach: which past tokens can influence a token under a causal mask, in words; in
             numbers see `Mechanism.reached`.
     """
@@ -115,6 +118,7 @@ class Capabilities:
     compact: Support = True
     exact_gradient: Support = True
     full_length: Support = True
+    value_width: Support = True
     reach: str = "all past tokens"
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -137,7 +141,8 @@ class Cost:
 
     Args:
         formula: the order, for people: ``"O(L·M·(D+V))"``.
-        flops: multiply-adds count two; (length, head_dim, value_dim, config) → FLOPs.
+        flops: multiply-adds count two; (length, head_dim, value_dim, config) → FLOPs. Token
+            mixers take the width C of the whole model for `head_dim`.
         memory: bytes beyond inputs and output in float32; same arguments.
     """
 
@@ -249,6 +254,29 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def continued(name: str, old: Tensor, new: Tensor) -> Tensor:
+    """What a state holds of past tokens, (B, H, S, ·), followed by a call's new ones.
+
+    Args:
+        name: of the argument that `new` is, for messages.
+        old: from the state.
+        new: of the call.
+
+    Raises:
+        ShapeError: if heads or widths differ.
+        DtypeError: if the dtypes differ.
+    """
+    if old.shape[1] != new.shape[1] or old.shape[3] != new.shape[3]:
+        heads = f"{'H' if name == 'q' else 'Hkv'}={old.shape[1]}"
+        raise ShapeError(
+            f"{name} must continue the state's (B, {heads}, S, {old.shape[3]}), "
+            f"given {tuple(new.shape)}"
+        )
+    if old.dtype != new.dtype:
+        raise DtypeError(f"{name} must have the state's dtype {old.dtype}, given {new.dtype}")
+    return torch.cat([old, new], 2)
+
+
 class Mechanism(nn.Module, ABC):
     """An attention mechanism for heads of a given size.
 
@@ -271,6 +299,9 @@ class Mechanism(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[Config]]
     info: ClassVar[Info]
+    queries_alone: ClassVar[bool] = False
+    """True: no query of a call without causal mask changes another's output, though no state
+    can be read without new keys (which says the same)."""
     state_type: type[State] = State
 
     def __init__(
@@ -601,6 +632,15 @@ class Mechanism(nn.Module, ABC):
     def reset_parameters(self) -> None:
         """Draws parameters and random buffers again from the seed (after meta-device init)."""
 
+    def penalty(self) -> Tensor:
+        """What the mechanism asks to be added to a training loss: a scalar, zero by default.
+
+        Of this mechanism alone, without those inside of it: `penalties` adds all of a model's,
+        each once. Differentiable; not weighted.
+        """
+        own = next((t for t in (*self.parameters(), *self.buffers())), None)
+        return torch.zeros((), device=None if own is None else own.device)
+
     def extra_repr(self) -> str:
         kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         changed = self.config.changed().items()
@@ -725,6 +765,38 @@ class Mechanism(nn.Module, ABC):
                 )
             if tensor.device != q.device:
                 raise DeviceError(f"the state is on {tensor.device}, q is on {q.device}")
+
+
+def penalties(module: nn.Module) -> Tensor:
+    """The sum of `Mechanism.penalty` over all mechanisms of a model: a term of its loss.
+
+    Mechanisms within mechanisms count, and one that several layers share counts once. A scalar
+    on the device of the first one's; zero where no mechanism asks for anything.
+
+    Args:
+        module: a model, a layer, or a mechanism.
+
+    Raises:
+        OptionError: if `module` is no `torch.nn.Module`.
+
+    Example:
+        >>> import torch, subquad as sq
+        >>> mech = sq.build("conv(kernels=[3], conv=shared, noise=0)", head_dim=8, num_heads=2)
+        >>> sq.penalties(mech).item()  # as identities, kernels have norm τ
+        0.0
+        >>> for parameter in mech.kernels.parameters():
+        ...     parameter.data *= 1.5
+        >>> sq.penalties(torch.nn.Sequential(mech, mech)).item()  # q, k, v of 2 heads, ½ each
+        3.0
+    """
+    if not isinstance(module, nn.Module):
+        raise OptionError(f"module must be a torch.nn.Module, given {type(module).__name__}")
+    found = [part.penalty() for part in module.modules() if isinstance(part, Mechanism)]
+    if not found:
+        return torch.zeros(())
+    return torch.stack(
+        [one.to(found[0].device, torch.promote_types(one.dtype, torch.float32)) for one in found]
+    ).sum()
 
 
 def own_precision(q: Tensor) -> AbstractContextManager[object]:

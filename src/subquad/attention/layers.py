@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad import registry
-from subquad.attention.multihead import MultiheadAttention
+from subquad.attention.mixer.layer import TokenMixing
+from subquad.attention.multihead import MultiheadAttention, with_draws
+from subquad.attention.norms import build_norm, norm_problem, normalise
+from subquad.errors import OptionError
 from subquad.options import Config, Spec
 
 __all__ = ["TransformerDecoderLayer", "TransformerEncoderLayer"]
@@ -34,6 +37,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     - `dropout` acts after the attention, inside and after FFN as in torch; on attention
       weights only where the mechanism forms them, see `attention_dropout`.
     - ``is_causal=True`` without `src_mask` is accepted: causal.
+    - A token mixer (``mechanism="fnet"``) is a `TokenMixing` in the attention's place: there are
+      no projections of q, k, v and the output, and torch's weights for them do not load.
 
     state_dict: torch's keys, so that torch's weights load with ``strict=True``, and
     ``self_attn.mechanism.*`` for the mechanism's own tensors. `nn.TransformerEncoder` clones
@@ -61,10 +66,14 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             else 0. A number > 0 is refused by mechanisms that form no weights.
         max_length: longest sequence, for mechanisms that need it.
         seed: determines the mechanism's random draws.
+        norm: "layer" as in torch, "rms", or "batch", whose statistics leave out tokens that
+            `src_key_padding_mask` ignores, see `subquad.attention.norms`.
+        attention_noise: see `MultiheadAttention`.
 
     Raises:
         OptionError: for wrong sizes, an unknown mechanism or wrong options.
-        UnsupportedError: for ``attention_dropout > 0`` where the mechanism cannot apply it.
+        UnsupportedError: for ``attention_dropout > 0`` or ``attention_noise > 0`` where the
+            mechanism cannot apply it.
 
     Example:
         >>> import torch, subquad as sq
@@ -76,7 +85,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         torch.Size([2, 100, 32])
     """
 
-    self_attn: MultiheadAttention
+    self_attn: MultiheadAttention | TokenMixing  # type: ignore[assignment]  # a mixer is none
 
     def __init__(
         self,
@@ -96,16 +105,19 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         attention_dropout: float | None = None,
         max_length: int | None = None,
         seed: int = 0,
+        norm: str = "layer",
+        attention_noise: float = 0.0,
     ) -> None:
         attention = _empty_attention(
             d_model, nhead, dropout, bias, batch_first, dtype,
-            mechanism, attention_dropout, max_length, seed,
+            mechanism, attention_dropout, max_length, seed, attention_noise,
         )  # fmt: skip
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
             batch_first, norm_first, bias, device, dtype,
         )  # fmt: skip
         self.self_attn = _filled(attention, self.self_attn)
+        _set_norms(self, norm, d_model, layer_norm_eps, bias, device, dtype)
 
     def forward(
         self,
@@ -127,12 +139,12 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             UnsupportedError: if the mechanism cannot do what a mask asks for.
         """
         masks = (src_mask, src_key_padding_mask, is_causal)
-        x = src
+        x, keep = src, _kept(self, src_key_padding_mask)
         if self.norm_first:
-            x = x + self._sa_block(self.norm1(x), *masks)
-            return x + self._ff_block(self.norm2(x))
-        x = self.norm1(x + self._sa_block(x, *masks))
-        return self.norm2(x + self._ff_block(x))
+            x = x + self._sa_block(normalise(self.norm1, x, keep), *masks)
+            return x + self._ff_block(normalise(self.norm2, x, keep))
+        x = normalise(self.norm1, x + self._sa_block(x, *masks), keep)
+        return normalise(self.norm2, x + self._ff_block(x), keep)
 
 
 class TransformerDecoderLayer(nn.TransformerDecoderLayer):
@@ -146,7 +158,9 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     `TransformerEncoderLayer` holds here, for both attentions. As in torch nothing is causal by
     itself: give ``tgt_is_causal=True``, which suffices, or the triangle as `tgt_mask`; the
     mechanism of the self-attention has to take causal masks then, that of the cross-attention
-    queries and keys of different lengths.
+    queries and keys of different lengths. One whose answer to a query depends on the other
+    queries of the call (`nystrom`, `clustered`, `sampled`, …) tells a causal decoder of later
+    tokens; `TransformerDecoder` refuses those.
 
     state_dict: torch's keys, and ``self_attn.mechanism.*``, ``multihead_attn.mechanism.*``.
 
@@ -162,10 +176,13 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         attention_dropout: as in `TransformerEncoderLayer`, for each of both attentions.
         max_length: longest sequence of either kind, for mechanisms that need it.
         seed: determines random draws; the cross-attention's are from seed + 1.
+        norm: as in `TransformerEncoderLayer`; "batch" leaves out ignored tokens of `tgt`.
+        attention_noise: of both attentions, see `MultiheadAttention`.
 
     Raises:
         OptionError: for wrong sizes, an unknown mechanism or wrong options.
-        UnsupportedError: for ``attention_dropout > 0`` where a mechanism cannot apply it.
+        UnsupportedError: for ``attention_dropout > 0`` or ``attention_noise > 0`` where a
+            mechanism cannot apply it.
 
     Example:
         >>> import torch, subquad as sq
@@ -175,7 +192,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         torch.Size([7, 2, 32])
     """
 
-    self_attn: MultiheadAttention
+    self_attn: MultiheadAttention | TokenMixing  # type: ignore[assignment]  # a mixer is none
     multihead_attn: MultiheadAttention
 
     def __init__(
@@ -197,12 +214,19 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         attention_dropout: float | None = None,
         max_length: int | None = None,
         seed: int = 0,
+        norm: str = "layer",
+        attention_noise: float = 0.0,
     ) -> None:
         cross_mechanism = mechanism if cross_mechanism is None else cross_mechanism
+        if not registry.describe(cross_mechanism).capabilities.qkv:
+            raise OptionError(
+                f"TransformerDecoderLayer: {cross_mechanism} mixes the tokens of one sequence and "
+                "cannot be a cross-attention: give cross_mechanism=, such as 'softmax'"
+            )
         attention, cross = (
             _empty_attention(
                 d_model, nhead, dropout, bias, batch_first, dtype,
-                one, attention_dropout, max_length, own,
+                one, attention_dropout, max_length, own, attention_noise,
             )
             for one, own in ((mechanism, seed), (cross_mechanism, seed + 1))
         )  # fmt: skip
@@ -211,7 +235,48 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
             batch_first, norm_first, bias, device, dtype,
         )  # fmt: skip
         self.self_attn = _filled(attention, self.self_attn)
-        self.multihead_attn = _filled(cross, self.multihead_attn)
+        filled = _filled(cross, self.multihead_attn)
+        assert isinstance(filled, MultiheadAttention), "a mixer is refused above"
+        self.multihead_attn = filled
+        _set_norms(self, norm, d_model, layer_norm_eps, bias, device, dtype)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The layer's output, shaped like `tgt`.
+
+        Args:
+            tgt: (L, N, C), (N, L, C) with `batch_first`, or (L, C) without a batch.
+            memory: the encoder's output, likewise with S tokens.
+            tgt_mask: (L, L) or (N·H, L, L): bool, True = ignore, or floats that are added.
+            memory_mask: (L, S) or (N·H, L, S), likewise.
+            tgt_key_padding_mask: (N, L) or (L,), likewise.
+            memory_key_padding_mask: (N, S) or (S,), likewise.
+            tgt_is_causal: `tgt_mask` is the causal one; without it, mask causally.
+            memory_is_causal: likewise of `memory_mask`.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: if an argument does not fit.
+            UnsupportedError: if a mechanism cannot do what a mask asks for.
+        """
+        own = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        other = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        x, keep = tgt, _kept(self, tgt_key_padding_mask)
+        if self.norm_first:
+            x = x + self._sa_block(normalise(self.norm1, x, keep), *own)
+            x = x + self._mha_block(normalise(self.norm2, x, keep), *other)
+            return x + self._ff_block(normalise(self.norm3, x, keep))
+        x = normalise(self.norm1, x + self._sa_block(x, *own), keep)
+        x = normalise(self.norm2, x + self._mha_block(x, *other), keep)
+        return normalise(self.norm3, x + self._ff_block(x), keep)
 
 
 def _empty_attention(
@@ -225,20 +290,62 @@ def _empty_attention(
     attention_dropout: float | None,
     max_length: int | None,
     seed: int,
-) -> MultiheadAttention:
+    noise: float,
+) -> MultiheadAttention | TokenMixing:
     """The attention on the meta device: no memory, and no number from the global generator."""
-    config = registry.resolve(mechanism)[1]
-    if attention_dropout is None:
-        own: Any = getattr(config, "dropout", None)
-        attention_dropout = 0.0 if own is None else own or dropout
+    found, config = registry.resolve(mechanism)
+    if not found.capabilities_for(config).qkv:
+        if d_model % nhead:  # torch's constructor wants it, though a mixer has no heads
+            raise OptionError(f"nhead={nhead} must divide d_model={d_model}")
+        with_draws(config, dropout=attention_dropout or 0.0, weight_noise=noise)
+        return TokenMixing(
+            d_model, mechanism=config, num_heads=nhead, max_length=max_length,
+            batch_first=batch_first, seed=seed, device="meta", dtype=dtype,
+        )  # fmt: skip
     arguments: dict[str, Any] = {"mechanism": config, "seed": seed, "max_length": max_length}
+    arguments["attention_noise"] = noise
+    attention_dropout = dropout_of_weights(config, attention_dropout, dropout)
     return MultiheadAttention(
         d_model, nhead, attention_dropout, bias,
         batch_first=batch_first, device="meta", dtype=dtype, **arguments,
     )  # fmt: skip
 
 
-def _filled(attention: MultiheadAttention, theirs: nn.Module) -> MultiheadAttention:
+def _filled(
+    attention: MultiheadAttention | TokenMixing, theirs: Any
+) -> MultiheadAttention | TokenMixing:
     """The attention with the tensors of torch's; the mechanism's are drawn from its seed."""
-    attention.load_state_dict(theirs.state_dict(), assign=True)
+    if isinstance(attention, TokenMixing):
+        attention.to_empty(device=theirs.out_proj.weight.device)
+        attention.mechanism.reset_parameters()
+    else:
+        attention.load_state_dict(theirs.state_dict(), assign=True)
     return attention
+
+
+def dropout_of_weights(config: Config, wanted: float | None, dropout: float) -> float:
+    """`wanted`, or by default the mechanism's own `dropout`, else `dropout` where it has one."""
+    if wanted is not None:
+        return wanted
+    own: float | None = getattr(config, "dropout", None)
+    return 0.0 if own is None else own or dropout
+
+
+def _set_norms(
+    layer: nn.Module, norm: str, width: int, eps: float, bias: bool, device: Any, dtype: Any
+) -> None:
+    """Puts the named norm where torch's constructor has put layer norms."""
+    problems = norm_problem(norm)
+    if problems:
+        raise OptionError(f"{type(layer).__name__}: " + "; ".join(problems))
+    if norm != "layer":
+        for name in [name for name, _ in layer.named_children() if name.startswith("norm")]:
+            setattr(layer, name, build_norm(norm, width, eps, bias, device=device, dtype=dtype))
+
+
+def _kept(layer: Any, padding: Tensor | None) -> Tensor | None:
+    """torch's key_padding_mask as True = keep, laid out like the layer's tokens."""
+    if padding is None:
+        return None
+    keep = ~padding if padding.dtype == torch.bool else padding != float("-inf")
+    return keep if layer.self_attn.batch_first or keep.dim() == 1 else keep.T

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from subquad import registry
-from subquad.attention.base import Absent
 from subquad.attention.masks import Mask
+from subquad.attention.torch_masks import as_mask
 from subquad.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from subquad.options import Config, Spec, number_problem
 
@@ -38,7 +38,7 @@ class MultiheadAttention(nn.MultiheadAttention):
       and what ignored keys contain never matters, to gradients of the weights neither
       (in self-attention, where they are queries too: to the output of the other rows).
     - `dropout` is applied exactly, to attention weights, or refused: mechanisms that never
-      form weights raise for ``dropout > 0``.
+      form weights raise for ``dropout > 0``, and for ``attention_noise > 0``.
     - `attn_mask`: mechanisms without explicit masks take what a `Mask` can say: nothing
       masked, the causal triangle (aligned to the end where L ≠ S), masked columns, both;
       equal over heads. Anything else raises. Recognising a mask reads its values; under
@@ -77,10 +77,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         mechanism: a name, a string with options, or a config object.
         seed: determines the mechanism's random draws.
         max_length: longest sequence, for mechanisms that need it.
+        attention_noise: while training each attention weight is multiplied by
+            1 + attention_noise·u, u uniform in [−1, 1].
 
     Raises:
         OptionError: for wrong sizes, an unknown mechanism or wrong options.
-        UnsupportedError: for ``dropout > 0`` where the mechanism cannot apply it.
+        UnsupportedError: for ``dropout > 0`` or ``attention_noise > 0`` where the mechanism
+            cannot apply it.
 
     Example:
         >>> import torch, subquad as sq
@@ -113,11 +116,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         mechanism: str | Spec | Config = "performer",
         seed: int = 0,
         max_length: int | None = None,
+        attention_noise: float = 0.0,
     ) -> None:
         # torch's own constructor would make packed weights of one size and read back
         # `_qkv_same_embed_dim`; the attributes it sets are all set here.
         nn.Module.__init__(self)
         _check_sizes(embed_dim, num_heads, num_kv_heads, kdim, vdim)
+        found, config = registry.resolve(mechanism)
+        if not found.capabilities_for(config).qkv:
+            raise UnsupportedError(
+                found.name,
+                "the place of attention between projections",
+                "it mixes tokens without q, k and v; use subquad.TokenMixing or an encoder layer",
+                registry.capable("qkv"),
+            )
         self.embed_dim = embed_dim
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim
@@ -149,16 +161,20 @@ class MultiheadAttention(nn.MultiheadAttention):
             self.register_parameter(name, extra)
         self._reset_parameters()
         self._build: dict[str, Any] = {
-            "mechanism": _with_dropout(mechanism, dropout),
-            "head_dim": self.head_dim,
+            "mechanism": with_draws(mechanism, dropout=dropout, weight_noise=attention_noise),
             "num_heads": num_heads,
             "num_kv_heads": self.num_kv_heads,
-            "value_dim": None,  # the implied attention matrix takes values of another width
+            **self._head_widths(),
             "embed_dim": embed_dim,
             "max_length": max_length,
             "seed": seed,
         }
         self.mechanism = registry.build(**self._build, **factory)
+
+    def _head_widths(self) -> dict[str, int | None]:
+        """Widths of the heads that the mechanism is given."""
+        # the implied attention matrix takes values of another width
+        return {"head_dim": self.head_dim, "value_dim": None}
 
     def _reset_parameters(self) -> None:
         for weight in (
@@ -229,16 +245,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             key, value = key.masked_fill(closed, 0), value.masked_fill(closed, 0)
         q, k, v = self._project(query, key, value, same)
         k, v, mask = self._append(k, v, mask, queries)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = self._heads(q, k, v)
         weights = None
         if need_weights:
             weights = self.mechanism.weights(q, k, mask=mask)
-        if weights is not None and self.training and self.dropout > 0:
+        if weights is not None and self.training and self._draws():
             # the returned matrix is the one that was applied, with its dropped entries
             heads = weights @ self._repeated(v, mask).to(weights.dtype)
         else:
             heads = self._attend(q, k, v, mask)
-        out = self.out_proj(heads.transpose(1, 2).flatten(2).to(q.dtype))
+        out = self._out(heads, q.dtype)
         if weights is not None:
             weights = weights.roll(keys - k.shape[2], -1)  # appended keys last
             weights = weights.mean(1) if average_attn_weights else weights
@@ -249,7 +265,20 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         return self.mechanism(q, k, v, mask=mask)
 
+    def _draws(self) -> bool:
+        """Whether weights are dropped, or noise is on them, while training."""
+        config = self.mechanism.config
+        return any(getattr(config, name, 0.0) for name in DRAWS)
+
     # ---- projections ---------------------------------------------------------------------
+
+    def _heads(self, *projected: Tensor) -> tuple[Tensor, ...]:
+        """(N, length, width) as (N, heads, length, D)."""
+        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
+
+    def _out(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
+        """(N, L, C) of the heads' outputs (N, H, L, D)."""
+        return self.out_proj(heads.transpose(1, 2).flatten(2).to(dtype))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, ...]:
         sizes = [self.embed_dim, *(2 * [self.num_kv_heads * self.head_dim])]
@@ -299,8 +328,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             v = v.masked_fill(~mask.key[:, None, :, None], 0)
         return v.repeat_interleave(self.num_heads // self.num_kv_heads, 1)
 
-    # ---- masks ---------------------------------------------------------------------------
-
     def _mask(
         self,
         q: Tensor,
@@ -310,88 +337,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool,
         batched: bool,
     ) -> Mask:
-        """torch's masks (True = ignore) as a `Mask` (True = attend) of q (N, L, C)."""
-        batch, queries = q.shape[:2]
-        key, key_bias = self._padding(q, keys, key_padding_mask, batched)
-        # With L = S the hint says all there is to say; otherwise torch's triangle need not
-        # be aligned to the end, so that what was given decides.
-        if is_causal and (attn_mask is None or queries == keys):
-            if key_bias is None:
-                return Mask(causal=True, key=key)
-            return Mask(causal=True, key=key, dense=key_bias.expand(-1, -1, queries, -1))
-        if attn_mask is None:
-            dense = None if key_bias is None else key_bias.expand(-1, -1, queries, -1)
-            return Mask(key=key, dense=dense)
-        _check_mask("attn_mask", attn_mask, q)
-        shapes = ((queries, keys), (batch * self.num_heads, queries, keys))
-        if tuple(attn_mask.shape) not in shapes:
-            raise ShapeError(
-                f"attn_mask must be (L, S) = {shapes[0]} or (N·H, L, S) = {shapes[1]}, "
-                f"given {tuple(attn_mask.shape)}"
-            )
-        if attn_mask.dim() == 3:
-            attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
-        if self.mechanism.capabilities.dense:
-            dense = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
-            if key_bias is not None:
-                if dense.dtype == torch.bool:
-                    zeros = torch.zeros_like(dense, dtype=key_bias.dtype)
-                    dense = zeros.masked_fill(~dense, float("-inf"))
-                dense = dense + key_bias
-            return Mask(key=key, dense=dense)
-        return self._recognised(attn_mask, key)
-
-    def _padding(
-        self, q: Tensor, keys: int, mask: Tensor | None, batched: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """key_padding_mask as a key mask (N, S), True = attend, or as a bias (N, 1, 1, S)."""
-        if mask is None:
-            return None, None
-        _check_mask("key_padding_mask", mask, q)
-        wanted = (q.shape[0], keys) if batched else (keys,)
-        if tuple(mask.shape) != wanted:
-            letters = "(N, S)" if batched else "(S,)"
-            raise ShapeError(
-                f"key_padding_mask must be {letters} = {wanted}, given {tuple(mask.shape)}"
-            )
-        mask = mask if batched else mask.unsqueeze(0)
-        ignored = _ignored(mask)
-        if ignored is not None:
-            return ~ignored, None
-        if not self.mechanism.capabilities.dense:
-            raise self._refusal("a key_padding_mask of floats other than 0 and -inf")
-        return None, mask[:, None, None, :]
-
-    def _recognised(self, attn_mask: Tensor, key: Tensor | None) -> Mask:
-        """An explicit mask (L, S) or (N, H, L, S) as causal triangle and masked columns."""
-        ignored = _ignored(attn_mask)
-        if ignored is None:
-            raise self._refusal("an attn_mask of floats other than 0 and -inf")
-        allowed = ~ignored
-        if allowed.dim() == 4:
-            if not torch.equal(allowed, allowed[:, :1].expand_as(allowed)):
-                raise self._refusal("an attn_mask that differs between heads")
-            allowed = allowed[:, 0]
-        queries, keys = allowed.shape[-2:]
-        columns = allowed.any(-2)  # (S,) or (N, S)
-        wanted = columns[..., None, :]
-        triangle = Mask(causal=True).to_dense(queries, keys, device=allowed.device)
-        if torch.equal(allowed, wanted.expand_as(allowed)):
-            causal = False
-        elif torch.equal(allowed, wanted & triangle):
-            causal = True
-        else:
-            raise self._refusal(
-                "this attn_mask, which is neither causal (aligned to the end) nor whole columns"
-            )
-        if not columns.all():
-            key = columns if key is None else columns & key
-        return Mask(causal=causal, key=key)
-
-    def _refusal(self, request: str) -> UnsupportedError:
-        name, support = self.mechanism.name, self.mechanism.capabilities.dense
-        reason = support.reason if isinstance(support, Absent) else ""
-        return UnsupportedError(name, request, reason, registry.capable("dense", besides=name))
+        masks = (key_padding_mask, attn_mask, is_causal)
+        return as_mask(self.mechanism, self.num_heads, q, keys, *masks, batched=batched)
 
     # ---- checks --------------------------------------------------------------------------
 
@@ -493,50 +440,45 @@ def _check_sizes(
         raise OptionError("MultiheadAttention: " + "; ".join(problems))
 
 
-def _with_dropout(mechanism: str | Spec | Config, dropout: float) -> Config:
-    """The mechanism's config with this dropout, which it must be able to apply exactly."""
+DRAWS = {
+    "dropout": ("dropout", "be dropped"),
+    "weight_noise": ("attention_noise", "have noise on them"),
+}
+"""Options of mechanisms that form weights: the argument here, what happens to a weight."""
+
+
+def with_draws(mechanism: str | Spec | Config, **amounts: float) -> Config:
+    """The mechanism's config with these amounts of `DRAWS`, which it must be able to apply.
+
+    Raises:
+        OptionError: for an amount out of [0, 1], or one that the config gives differently.
+        UnsupportedError: for an amount > 0 where the mechanism forms no weights.
+    """
     found, config = registry.resolve(mechanism)
-    problems = list(number_problem("dropout", dropout, 0.0, 1.0))
+    problems = [
+        problem
+        for option, amount in amounts.items()
+        for problem in number_problem(DRAWS[option][0], amount, 0.0, 1.0)
+    ]
     if problems:
         raise OptionError("MultiheadAttention: " + "; ".join(problems))
-    if not dropout:
-        return config
-    if "dropout" not in config.option_names():
-        able = [
-            name
-            for name in registry.MECHANISMS
-            if "dropout" in registry.get(name).Config.option_names()
-        ]
-        raise UnsupportedError(
-            found.name,
-            f"dropout={dropout}",
-            "it forms no attention weights that could be dropped; set dropout=0",
-            able,
-        )
-    own = getattr(config, "dropout")  # noqa: B009  # an option of this mechanism's, not of every Config
-    if own not in (0.0, dropout):
-        raise OptionError(
-            f"dropout is given twice: dropout={dropout} and {config}; leave one of them out"
-        )
-    changes: dict[str, Any] = {"dropout": dropout}
+    changes: dict[str, Any] = {option: amount for option, amount in amounts.items() if amount}
+    for option, amount in changes.items():
+        name, what = DRAWS[option]
+        if option not in config.option_names():
+            able = [
+                other
+                for other in registry.MECHANISMS
+                if option in registry.get(other).Config.option_names()
+            ]
+            raise UnsupportedError(
+                found.name,
+                f"{name}={amount}",
+                f"it forms no attention weights that could {what}; set {name}=0",
+                able,
+            )
+        if getattr(config, option) not in (0.0, amount):
+            raise OptionError(
+                f"{option} is given twice: {name}={amount} and {config}; leave one of them out"
+            )
     return dataclasses.replace(config, **changes)
-
-
-def _check_mask(name: str, mask: Tensor, q: Tensor) -> None:
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise DtypeError(
-            f"{name} must be bool (True = ignore) or floats that are added to the logits, "
-            f"given {mask.dtype}"
-        )
-    if mask.device != q.device:
-        raise DeviceError(f"{name} is on {mask.device}, the queries are on {q.device}")
-
-
-def _ignored(mask: Tensor) -> Tensor | None:
-    """The mask as bool, True = ignore; None if it holds floats other than 0 and −inf."""
-    if mask.dtype == torch.bool:
-        return mask
-    ignored = mask == float("-inf")
-    if mask.requires_grad or not bool(((mask == 0) | ignored).all()):
-        return None
-    return ignored

@@ -26,13 +26,13 @@ _Out = Annotated[
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")]
 
 
-def _run(module: str, out: Path | None, quick: bool, as_json: bool) -> None:
+def _run(module: str, out: Path | None, quick: bool, as_json: bool, **options: Any) -> None:
     from subquad.arena.machine import machine
 
     runner: Any = importlib.import_module(f"subquad.arena.{module}")
     out = out or Path("benchmarks/results") / machine(threads=1)["slug"]
     echo = echo_to_stderr if as_json else typer.echo
-    result = runner.run(out=out, quick=quick, json=as_json, echo=echo)
+    result = runner.run(out=out, quick=quick, json=as_json, echo=echo, **options)
     if as_json:
         write_json(result)
 
@@ -53,6 +53,26 @@ def approximation(out: _Out = None, quick: _Quick = False, as_json: Json = False
 def scaling(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
     """Time and memory of a training step at 16k and 64k tokens against the declared cost."""
     _run("scaling", out, quick, as_json)
+
+
+@app.command("tasks", epilog="Example: [bold]subquad bench tasks --only local --quick[/bold]")
+def tasks(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure this mechanism again and keep the other rows; repeat for several."
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Keep the rows that are there, measure what is missing."),
+    ] = False,
+    out: _Out = None,
+    quick: _Quick = False,
+    as_json: Json = False,
+) -> None:
+    """What a small network learns with each mechanism, and the picture of all of them."""
+    _run("tasks", out, quick, as_json, only=only or (), resume=resume)
 
 
 @app.command(

@@ -14,7 +14,8 @@ Cost: 2·C·R·(D+V) FLOPs a group of C queries and R keys forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +23,25 @@ from torch import Tensor
 
 from subquad.kernels.block import EMPTY, SCORE_BYTES
 
-__all__ = ["PairBias", "grouped_softmax"]
+__all__ = ["PairBias", "PairClosed", "grouped_softmax", "joint_softmax", "of_tokens"]
+
+CLOSED = -1e30
+"""What one unit of closedness adds to a score: finite, for 0·∞ is none."""
+
+LOG2E = math.log2(math.e)
+"""Scores are kept in units of ln 2: 2^x is quick also where it vanishes, e^x is not on a CPU."""
 
 PairBias = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """(groups (g,), queries (g, C), keys (g, R)) → b, broadcastable to (g, C, R), or None.
 
 Groups count through all batch rows and heads: group g of G belongs to row g // (H·G), head
 g // G % H. −∞ closes a pair. No gradient flows into b.
+"""
+
+PairClosed = Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor | None]
+"""(groups, queries, keys, dtype) → (g, C, R) of that dtype, or None: ≥ ½ closes a pair, 0 does not.
+
+Numbers instead of bools: arithmetic in place is several times faster than comparisons. Finite.
 """
 
 
@@ -38,6 +51,7 @@ class _Problem:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor,
         key: Tensor | None, causal: bool, bias: PairBias | None, scale: float,
+        closed: PairClosed | None = None,
     ) -> None:  # fmt: skip
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         batch, self.heads, self.length = q.shape[:3]
@@ -47,7 +61,7 @@ class _Problem:
             t.to(self.dtype).reshape(batch * t.shape[1] * t.shape[2], t.shape[3]) for t in (q, k, v)
         )
         self.queries, self.keys = queries.flatten(0, 2), keys.flatten(0, 2)
-        self.key, self.causal, self.bias, self.scale = key, causal, bias, scale
+        self.key, self.causal, self.bias, self.closed, self.scale = key, causal, bias, closed, scale
         self.offset = self.keys_length - self.length
         self.holes = bool((self.keys < 0).any())
         self.gaps = bool((self.queries < 0).any())
@@ -67,38 +81,37 @@ class _Problem:
         k_at = self.keys[here].clamp_min(0) + kv_row[:, None] * self.keys_length
         return q_at.flatten(), k_at.flatten()
 
-    def bound(self, groups: Tensor) -> Tensor | None:
-        """What is added to the scores (g, 1 or C, R); None: nothing."""
+    def bound(self, groups: Tensor) -> tuple[Tensor, float] | None:
+        """(b, β): β·b (g, 1 or C, R) is added to the scores; None: nothing."""
         here = slice(int(groups[0]), int(groups[-1]) + 1)
         queries, keys = self.queries[here], self.keys[here]
-        closed: Tensor | None = None
-        if self.holes:
-            closed = (keys < 0)[:, None]
-        if self.key is not None:
-            row = groups // (self.each * self.heads)
-            shut = ~self.key[row[:, None], keys.clamp_min(0)][:, None]
-            closed = shut if closed is None else closed | shut
+        closed = None if self.closed is None else self.closed(groups, queries, keys, self.dtype)
         if self.causal:
-            later = keys.int()[:, None] > (queries.int() + self.offset)[..., None]
-            closed = later if closed is None else closed | later
+            places = (queries + self.offset).to(self.dtype)  # exact below 2²⁴ tokens
+            later = (keys.to(self.dtype)[:, None] - places[..., None]).clamp_min_(0)
+            closed = later if closed is None else closed.add_(later)
+        if self.holes or self.key is not None:
+            shut = keys < 0
+            if self.key is not None:
+                row = groups // (self.each * self.heads)
+                shut = shut | ~self.key[row[:, None], keys.clamp_min(0)]
+            columns = shut.to(self.dtype)[:, None]
+            closed = columns if closed is None else closed.add_(columns)
         bias = None if self.bias is None else self.bias(groups, queries, keys)
-        if bias is not None:
-            bias = bias.to(self.dtype)
-            return bias if closed is None else bias.masked_fill(closed, float("-inf"))
-        if closed is None:
-            return None
-        bias = torch.zeros(closed.shape, dtype=self.dtype, device=closed.device)
-        return bias.masked_fill_(closed, float("-inf"))
+        if bias is None:
+            return None if closed is None else (closed, CLOSED)
+        bias = bias.to(self.dtype) * LOG2E
+        return bias if closed is None else bias + closed * CLOSED, 1.0
 
     def gather(self, t: Tensor, at: Tensor, groups: Tensor) -> Tensor:
         """(g, C or R, ·)."""
         return t.index_select(0, at).view(len(groups), -1, t.shape[-1])
 
-    def scores(self, q: Tensor, k: Tensor, bound: Tensor | None) -> Tensor:
-        """scale·q kᵀ + b (g, C, R)."""
+    def scores(self, q: Tensor, k: Tensor, bound: tuple[Tensor, float] | None) -> Tensor:
+        """(scale·q kᵀ + b) / ln 2 (g, C, R)."""
         if bound is None:
-            return torch.bmm(q * self.scale, k.mT)
-        return torch.baddbmm(bound, q, k.mT, alpha=self.scale)
+            return torch.bmm(q * (self.scale * LOG2E), k.mT)
+        return torch.baddbmm(bound[0], q, k.mT, beta=bound[1], alpha=self.scale * LOG2E)
 
 
 def forward(p: _Problem) -> tuple[Tensor, Tensor]:
@@ -115,20 +128,20 @@ def forward(p: _Problem) -> tuple[Tensor, Tensor]:
         top = s.amax(-1, keepdim=True)
         empty = None
         if bound is not None or p.gaps:
-            empty = top == float("-inf")
+            empty = top < CLOSED / 4  # ½ a unit closes; −∞ of a bias does too
             if p.gaps:
                 empty = empty | (p.queries[here] < 0)[..., None]
             if not bool(empty.any()):
                 empty = None
         if empty is not None:
             top = top.masked_fill(empty, 0.0)
-        weights = s.sub_(top).exp_()
+        weights = s.sub_(top).exp2_()
         total = weights.sum(-1, keepdim=True)
         if empty is not None:
             total = total.masked_fill(empty, 1.0)
         v = p.gather(p.v, k_at, groups)
         o = torch.bmm(weights, v).div_(total)
-        found = (top + total.log()).squeeze(-1)
+        found = (top + total.log2()).squeeze(-1).div_(LOG2E)
         if empty is not None:
             o.masked_fill_(empty, 0.0)
             found.masked_fill_(empty.squeeze(-1), EMPTY)
@@ -137,20 +150,18 @@ def forward(p: _Problem) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    p: _Problem, out: Tensor, lse: Tensor, out_bar: Tensor, lse_bar: Tensor | None
+    p: _Problem, lse: Tensor, out_bar: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, flat as in `_Problem`."""
+    """Gradients of q, k, v, flat as in `_Problem`; δ = Σ ō∘o − l̄ of each query."""
     q_bar, k_bar, v_bar = (t.new_zeros(t.shape) for t in (p.q, p.k, p.v))
-    delta = (out_bar * out).sum(-1)
-    if lse_bar is not None:
-        delta = delta - lse_bar
     for groups in p.chunks():
         here = slice(int(groups[0]), int(groups[-1]) + 1)
         q_at, k_at = p.places(groups)
         q, k, v = (p.gather(t, at, groups) for t, at in ((p.q, q_at), (p.k, k_at), (p.v, k_at)))
         g, shift = out_bar[here], lse[here, :, None]
         absent = shift == EMPTY
-        w = p.scores(q, k, p.bound(groups)).sub_(shift.masked_fill(absent, 0.0)).exp_()
+        shift = shift.masked_fill(absent, 0.0) * LOG2E
+        w = p.scores(q, k, p.bound(groups)).sub_(shift).exp2_()
         if bool(absent.any()):
             w.masked_fill_(absent, 0.0)
         s_bar = torch.bmm(g, v.mT).sub_(delta[here, :, None]).mul_(w)
@@ -180,12 +191,21 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *bars: Tensor | None) -> tuple[Any, ...]:
         q, k, v, queries, keys, key, out, lse = ctx.saved_tensors
         p = _Problem(q, k, v, queries, keys, key, *ctx.options)
-        out_bar, lse_bar = (None if bar is None else bar.flatten(0, 2) for bar in bars)
-        if out_bar is None:
-            out_bar = torch.zeros_like(out).flatten(0, 2)
-        found = backward(p, out.flatten(0, 2), lse.flatten(0, 2), out_bar, lse_bar)
-        like = zip(found, (q, k, v), strict=True)
-        return (*(bar.view(t.shape).to(t.dtype) for bar, t in like), *([None] * 6))
+        out_bar, delta = _delta(out, *bars)
+        found = backward(p, *(t.flatten(0, 2) for t in (lse, out_bar, delta)))
+        return (*_like(found, (q, k, v)), *([None] * 6))
+
+
+def _delta(out: Tensor, out_bar: Tensor | None, lse_bar: Tensor | None) -> tuple[Tensor, Tensor]:
+    """ō, and δ = Σ ō∘o − l̄."""
+    if out_bar is None:
+        out_bar = torch.zeros_like(out)
+    delta = (out_bar * out).sum(-1)
+    return out_bar, delta if lse_bar is None else delta - lse_bar
+
+
+def _like(found: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [bar.view(t.shape).to(t.dtype) for bar, t in zip(found, tensors, strict=True)]
 
 
 def grouped_softmax(
@@ -219,5 +239,126 @@ def grouped_softmax(
     """
     found: tuple[Tensor, Tensor] = _Grouped.apply(  # type: ignore[no-untyped-call]  # torch's
         q, k, v, queries, keys, key, causal, bias, scale
+    )
+    return found
+
+
+# ---- one softmax over several rounds of groups --------------------------------------------------
+
+
+def of_tokens(x: Tensor, queries: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """What groups found, token by token.
+
+    Args:
+        x: (B, H, G, C, ·).
+        queries: (B, H, G, C) positions, each at most once in a row, −1 = none.
+        length: L.
+
+    Returns:
+        (B, H, L, ·), and bool (B, H, L): whether a token is in a group (else its row is that
+        of some other token).
+    """
+    batch, heads = queries.shape[:2]
+    places = _places(queries, length)
+    rows = torch.arange(batch * heads, device=places.device)[:, None] * queries[0, 0].numel()
+    at = (places.clamp_min(0) + rows).flatten()
+    found = x.reshape(-1, x.shape[-1]).index_select(0, at)
+    return found.view(batch, heads, length, -1), (places >= 0).view(batch, heads, length)
+
+
+def _places(queries: Tensor, length: int) -> Tensor:
+    """(B·H, L): where a row's groups list each token, −1 = nowhere."""
+    flat = queries.flatten(0, 1).flatten(1)
+    places = torch.full((len(flat), length + 1), -1, device=flat.device)
+    numbers = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
+    return places.scatter_(1, flat + 1, numbers)[:, 1:]
+
+
+class _Joint(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor,
+        key: Tensor | None, causal: bool, closed: Sequence[PairClosed | None], scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out = lse = None
+        for number, shut in enumerate(closed):
+            mine = queries[number]
+            p = _Problem(q, k, v, mine, keys[number], key, causal, None, scale, shut)
+            shape = mine.shape
+            both = [t.view(*shape, -1) for t in forward(p)]
+            (found, there), (own, _) = (of_tokens(t, mine, q.shape[2]) for t in both)
+            if not bool(there.all()):
+                found.masked_fill_(~there[..., None], 0.0)
+                own.masked_fill_(~there[..., None], EMPTY)
+            if out is None or lse is None:
+                out, lse = found, own
+                continue
+            top = torch.maximum(lse, own)
+            old, new = (lse - top).exp_(), (own - top).exp_()
+            total = old + new
+            out.mul_(old.div_(total)).addcmul_(found, new.div_(total))
+            lse = torch.where(top == EMPTY, top, top + total.log_())
+        assert out is not None and lse is not None
+        lse = lse.squeeze(-1)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, queries, keys, key, out, lse)
+        ctx.options = causal, closed, scale
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *bars: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, queries, keys, key, out, lse = ctx.saved_tensors
+        causal, closed, scale = ctx.options
+        out_bar, delta = _delta(out, *bars)
+        out_bar, delta, lse = out_bar.flatten(0, 2), delta.flatten(), lse.flatten()
+        total: list[Tensor] | None = None
+        for number, shut in enumerate(closed):
+            p = _Problem(q, k, v, queries[number], keys[number], key, causal, None, scale, shut)
+            rows = torch.arange(len(p.queries), device=lse.device)[:, None] // p.each * p.length
+            at = (p.queries.clamp_min(0) + rows).flatten()
+            mine = lse.index_select(0, at).view(p.queries.shape)
+            mine = mine.masked_fill_(p.queries < 0, EMPTY)
+            ours = out_bar.index_select(0, at).view(*p.queries.shape, -1)
+            found = backward(p, mine, ours, delta.index_select(0, at).view(p.queries.shape))
+            if total is None:
+                total = list(found)
+            else:
+                total = [bar.add_(more) for bar, more in zip(total, found, strict=True)]
+        assert total is not None
+        return (*_like(total, (q, k, v)), *([None] * 6))
+
+
+def joint_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scale: float,
+    key: Tensor | None = None,
+    causal: bool = False,
+    closed: Sequence[PairClosed | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each query's softmax over the keys of all its groups, of several rounds of groups.
+
+    The rounds' sums are merged by their log-sum-exp; a key that several rounds list counts as
+    often. Beside inputs and outputs one round's results are held.
+
+    Args:
+        q, k, v, scale, key, causal: as in `grouped_softmax`.
+        queries: (R, B, H, G, C) positions, −1 = none; within a round a query is listed once.
+        keys: (R, B, H, G, ·) positions of the groups' keys, −1 = none.
+        closed: for each round which pairs are closed, see `PairClosed`; groups count within
+            the round.
+
+    Returns:
+        out (B, H, L, V) and lse (B, H, L) in float32, float64 for float64 inputs: zero and
+        `EMPTY` where a query reads no key. Gradients flow through both.
+    """
+    if closed is None:
+        closed = [None] * len(queries)
+    found: tuple[Tensor, Tensor] = _Joint.apply(  # type: ignore[no-untyped-call]  # torch's
+        q, k, v, queries, keys, key, causal, closed, scale
     )
     return found

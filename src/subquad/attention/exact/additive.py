@@ -23,7 +23,7 @@ from subquad.attention.exact.engine import (
 )
 from subquad.attention.masks import Mask
 from subquad.attention.partial import Partial
-from subquad.options import Config, integer_problem
+from subquad.options import Config, integer_problem, number_problem
 
 __all__ = ["Additive", "AdditiveConfig"]
 
@@ -34,13 +34,19 @@ class AdditiveConfig(Config):
 
     Args:
         hidden: units of the scoring network, default the head's width D.
+        dropout: probability with which an attention weight is dropped while training.
+        weight_noise: amplitude of uniform noise on the weights while training.
     """
 
     mechanism: ClassVar[str] = "additive"
 
     hidden: int | None = None
+    dropout: float = 0.0
+    weight_noise: float = 0.0
 
     def problems(self) -> Iterator[str]:
+        yield from number_problem("dropout", self.dropout, 0.0, 1.0)
+        yield from number_problem("weight_noise", self.weight_noise, 0.0, 1.0)
         if self.hidden is not None:
             yield from integer_problem("hidden", self.hidden, 1)
 
@@ -65,6 +71,7 @@ class Additive(Mechanism):
 
     Args:
         hidden: units of the scoring network, default D.
+        dropout, weight_noise: of the weights, while training, as in `Softmax`.
 
     See `Mechanism` for sizes, shapes and what is raised.
 
@@ -98,7 +105,11 @@ class Additive(Mechanism):
         ),
         paper="Bahdanau, Cho, Bengio 2014, arXiv 1409.0473, section 3.1, appendix A.1.2",
         limit="is its own exact attention; approximates nothing",
-        options={"hidden": "units of the scoring network, default the head's width D"},
+        options={
+            "hidden": "units of the scoring network, default the head's width D",
+            "dropout": "probability with which a weight is dropped while training",
+            "weight_noise": "amplitude of uniform noise that multiplies weights while training",
+        },
         deviations="one scoring network a key/value head; the paper has one head",
         use="models that were trained with it (Bahdanau-style decoders), and queries and keys "
         "that no dot product compares well. It is quadratic.",
@@ -130,6 +141,7 @@ class Additive(Mechanism):
 
     @classmethod
     def capabilities_for(cls, config: AdditiveConfig) -> Capabilities:
+        draws = Absent("dropout and noise draw anew at every call while training")
         return Capabilities(
             prefix=True,
             segments=True,
@@ -137,6 +149,7 @@ class Additive(Mechanism):
             dense=True,
             state="growing",
             partial=True,
+            deterministic=draws if config.dropout or config.weight_noise else True,
             compile=Absent("the number of query chunks depends on the length"),
             functional=Absent("its scoring network is learned"),
         )
@@ -160,8 +173,9 @@ class Additive(Mechanism):
         from_q = from_q.reshape(batch, heads, queries, -1)
         from_k = k.to(dtype) @ w_k.transpose(-1, -2)
         size = batch * heads * k.shape[2] * from_q.shape[-1] * dtype.itemsize
-        function = functools.partial(_scored, w * scale)
-        return over_queries(function, from_q, from_k, v, mask, size)
+        draws = (self.config.dropout, self.config.weight_noise) if self.training else (0.0, 0.0)
+        function = functools.partial(_scored, w * scale, draws)
+        return over_queries(function, from_q, from_k, v, mask, size, random=any(draws))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
         k, v = clear(k, v, mask)
@@ -193,11 +207,17 @@ def _hidden(config: AdditiveConfig, head_dim: int) -> int:
 
 
 def _scored(
-    w: Tensor, from_q: Tensor, from_k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None
+    w: Tensor,
+    draws: tuple[float, float],
+    from_q: Tensor,
+    from_k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
     batch, heads, rows, hidden = from_q.shape
     keys = from_k.shape[2]
     grouped = from_q.reshape(batch, from_k.shape[1], -1, 1, hidden)
     units = (grouped + from_k[:, :, None]).tanh_()  # (B, Hkv, G·l, s, hidden)
     logits = (units.flatten(2, 3) @ w[:, :, None]).reshape(batch, heads, rows, keys)
-    return softmax_sums(logits, v, allowed, bias)
+    return softmax_sums(logits, v, allowed, bias, *draws)

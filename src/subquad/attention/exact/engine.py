@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from subquad.attention.base import State
+from subquad.attention.base import State, continued
 from subquad.attention.masks import Mask
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
-from subquad.errors import DtypeError, ShapeError
 
 __all__ = [
     "CHUNK_BYTES",
@@ -32,6 +31,7 @@ __all__ = [
     "fused",
     "masked",
     "over_queries",
+    "perturbed",
     "softmax_sums",
     "softmax_weights",
     "sums_dtype",
@@ -72,23 +72,14 @@ class KeyValueState(State):
         k, v = clear(k, v, Mask(key=key))
         if state is None:
             return cls(k, v, key)
-        for name, old, new in (("k", state.k, k), ("v", state.v, v)):
-            if old.shape[1] != new.shape[1] or old.shape[3] != new.shape[3]:
-                raise ShapeError(
-                    f"{name} must continue the state's (B, Hkv={old.shape[1]}, S, {old.shape[3]}), "
-                    f"given {tuple(new.shape)}"
-                )
-            if old.dtype != new.dtype:
-                raise DtypeError(
-                    f"{name} must have the state's dtype {old.dtype}, given {new.dtype}"
-                )
+        joined = continued("k", state.k, k), continued("v", state.v, v)
         if state.key is not None or key is not None:
             before = state.k.new_ones(len(k), state.k.shape[2], dtype=torch.bool)
             after = k.new_ones(len(k), k.shape[2], dtype=torch.bool)
             key = torch.cat(
                 [before if state.key is None else state.key, after if key is None else key], 1
             )
-        return cls(torch.cat([state.k, k], 2), torch.cat([state.v, v], 2), key)
+        return cls(*joined, key)
 
 
 def clear(k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -165,26 +156,28 @@ def over_queries(
         v: (B, Hkv, S, V).
         mask: flattened, see `Mask.flatten`; or another `Reach`.
         bytes_per_query: what one query costs within `function`, all rows and heads.
-        random: whether `function` draws random numbers (dropout).
+        random: whether `function` draws random numbers (dropout, noise).
     """
     queries, keys = q.shape[2], k.shape[2]
     rows = max(1, CHUNK_BYTES // bytes_per_query)
     again = rows < queries and torch.is_grad_enabled()
     if (mask.causal or mask.window is not None) and not torch.compiler.is_compiling():
         rows = min(rows, CHUNK_ROWS)
-    edges, pieces = [(0, queries)], [q]  # a single chunk has to compile for any length
+    added = None if mask.dense is None or mask.dense.dtype == torch.bool else mask.dense
+    edges, pieces, biases = [(0, queries)], [q], [added]  # one chunk has to compile for any length
     if rows < queries:
         # Split, not sliced: the gradient of a slice is as long as q, for every chunk.
         pieces = list(q.split(rows, 2))
+        biases = [None] * len(pieces) if added is None else list(added.split(rows, 2))
         edges = [(start, min(queries, start + rows)) for start in range(0, queries, rows)]
     parts = []
     # Longest spans first: what they free is large enough for all that follow.
-    for (start, stop), piece in zip(reversed(edges), reversed(pieces), strict=True):
+    for (start, stop), piece, bias in reversed(list(zip(edges, pieces, biases, strict=True))):
         first, last = mask.span(start, stop, queries, keys)
         if first == last:  # no key in reach: one closed key keeps the shapes regular
             last = first + 1
         run = functools.partial(_chunk, function, mask, (start, stop, queries, keys), (first, last))
-        tensors = piece, k[:, :, first:last], v[:, :, first:last]
+        tensors = piece, k[:, :, first:last], v[:, :, first:last], bias
         if again:
             parts.append(checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=random))
         else:
@@ -202,19 +195,33 @@ def _chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
     allowed = mask.rows(*rows, span=span, device=q.device)
     if allowed.dim() < 4:  # (L, S) or (B, L, S)
         allowed = allowed.unsqueeze(-3)
         allowed = allowed if allowed.dim() == 4 else allowed.unsqueeze(0)
-    bias = None
-    if mask.dense is not None and mask.dense.dtype != torch.bool:
-        bias = mask.dense[..., rows[0] : rows[1], span[0] : span[1]]
-    return function(q, k, v, allowed, bias)
+    return function(q, k, v, allowed, bias if bias is None else bias[..., slice(*span)])
+
+
+def perturbed(weights: Tensor, dropout: float, noise: float) -> Tensor:
+    """Attention weights as they are applied while training; their expectation is `weights`.
+
+    Each is multiplied by 1 + noise·u, u uniform in [−1, 1], and dropped with probability
+    `dropout`, the remaining ones scaled by 1/(1 − dropout). Draws from torch's generator.
+    """
+    if noise:
+        weights = weights * (1 - noise + 2 * noise * torch.rand_like(weights))
+    return torch.dropout(weights, dropout, train=True) if dropout else weights
 
 
 def softmax_sums(
-    logits: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, dropout: float = 0.0
+    logits: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Tensor | None,
+    dropout: float = 0.0,
+    noise: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ_j p_ij v_j, Σ_j p_ij and the log of what both were divided by, from explicit logits.
 
@@ -223,7 +230,7 @@ def softmax_sums(
         v: (B, Hkv, s, V).
         allowed: (B or 1, H or 1, l, s) bool.
         bias: added to the logits, or None.
-        dropout: probability with which a weight is dropped, the rest scaled up.
+        dropout, noise: see `perturbed`.
 
     Returns:
         num (B, H, l, V), den (B, H, l) and log_scale (B, H, l) of a `Partial`: den is 1 and
@@ -232,8 +239,7 @@ def softmax_sums(
     if bias is not None:
         logits = logits + bias
     weights, log_scale = softmax_weights(logits, allowed)
-    if dropout:
-        weights = torch.dropout(weights, dropout, train=True)
+    weights = perturbed(weights, dropout, noise)
     grouped = weights.reshape(len(weights), v.shape[1], -1, weights.shape[-1])
     num = (grouped @ v.to(weights.dtype)).reshape(*weights.shape[:-1], v.shape[-1])
     den = allowed.any(-1).to(log_scale.dtype).expand_as(log_scale)
@@ -330,11 +336,12 @@ def explicit(
     scale: float,
     dtype: torch.dtype,
     dropout: float = 0.0,
+    noise: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """A `Chunk` of `over_queries` that gives `softmax_sums` of dot products in `dtype`."""
     grouped = q.to(dtype).reshape(len(q), k.shape[1], -1, q.shape[-1]) * scale
     logits = (grouped @ k.to(dtype).transpose(-1, -2)).reshape(*q.shape[:-1], k.shape[2])
-    return softmax_sums(logits, v, allowed, bias, dropout)
+    return softmax_sums(logits, v, allowed, bias, dropout, noise)
 
 
 def as_partial(sums: tuple[Tensor, ...]) -> Partial:

@@ -39,14 +39,17 @@ class SoftmaxConfig(Config):
 
     Args:
         dropout: probability with which an attention weight is dropped while training.
+        weight_noise: amplitude of uniform noise on the weights while training.
     """
 
     mechanism: ClassVar[str] = "softmax"
 
     dropout: float = 0.0
+    weight_noise: float = 0.0
 
     def problems(self) -> Iterator[str]:
         yield from number_problem("dropout", self.dropout, 0.0, 1.0)
+        yield from number_problem("weight_noise", self.weight_noise, 0.0, 1.0)
 
 
 class Softmax(Mechanism):
@@ -68,13 +71,15 @@ class Softmax(Mechanism):
       gradients are wanted, chunks are computed again in the backward pass.
 
     Cost: 2·L·S·(D+V) FLOPs and O(L+S) memory beyond inputs and output. Dropout on CPU, as
-    in torch, materialises the weights.
+    in torch, materialises the weights; noise does everywhere, a chunk of queries at a time.
 
     Paper: Vaswani et al. 2017, arXiv 1706.03762, eq. 1.
 
     Args:
         dropout: probability with which a weight is dropped while training, the remaining
             ones scaled by 1/(1 − dropout); exactly as in torch.
+        weight_noise: while training each weight is multiplied by 1 + weight_noise·u, u uniform
+            in [−1, 1]: the expected output is the output without.
 
     See `Mechanism` for sizes, shapes and what is raised.
 
@@ -106,7 +111,10 @@ class Softmax(Mechanism):
         ),
         paper="Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762, eq. 1",
         limit="is the exact attention",
-        options={"dropout": "probability with which a weight is dropped while training"},
+        options={
+            "dropout": "probability with which a weight is dropped while training",
+            "weight_noise": "amplitude of uniform noise that multiplies weights while training",
+        },
         deviations="a row without any key gives zeros where the formula is 0/0",
         use="up to about a thousand tokens, and wherever exactness decides; every other mechanism "
         "is measured against it.",
@@ -114,7 +122,7 @@ class Softmax(Mechanism):
 
     @classmethod
     def capabilities_for(cls, config: SoftmaxConfig) -> Capabilities:
-        drops = Absent("dropout draws anew at every call while training")
+        draws = Absent("dropout and noise draw anew at every call while training")
         return Capabilities(
             prefix=True,
             segments=True,
@@ -122,7 +130,7 @@ class Softmax(Mechanism):
             dense=True,
             state="growing",
             partial=True,
-            deterministic=drops if config.dropout else True,
+            deterministic=draws if config.dropout or config.weight_noise else True,
         )
 
     @classmethod
@@ -134,6 +142,11 @@ class Softmax(Mechanism):
         """The probability in force: zero in evaluation mode."""
         return self.config.dropout if self.training else 0.0
 
+    @property
+    def noise(self) -> float:
+        """The amplitude in force: zero in evaluation mode."""
+        return self.config.weight_noise if self.training else 0.0
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
         mask = dense_as(mask, q.dtype)
         k, v = clear(k, v, mask)
@@ -141,6 +154,8 @@ class Softmax(Mechanism):
 
     def _cleared(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
         """Attention over keys and values that are zero where masked."""
+        if self.noise:  # no fused kernel multiplies the weights
+            return self._sums(q, k, v, mask, scale)[0].to(q.dtype)
         queries, keys = q.shape[2], k.shape[2]
         if scale < 0:  # the fused causal kernel masks first: −∞ would turn to +∞
             q, scale = -q, -scale
@@ -171,13 +186,20 @@ class Softmax(Mechanism):
         return out
 
     def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Partial:
-        dtype = sums_dtype(q.dtype)
-        mask = dense_as(mask, dtype)
+        mask = dense_as(mask, sums_dtype(q.dtype))
         k, v = clear(k, v, mask)
+        return as_partial(self._sums(q, k, v, mask, scale))
+
+    def _sums(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+    ) -> tuple[Tensor, ...]:
+        """`softmax_sums` over keys and values that are zero where masked."""
+        dtype, dropout, noise = sums_dtype(q.dtype), self.dropout, self.noise
         size = 8 * q.shape[0] * q.shape[1] * k.shape[2] * dtype.itemsize
-        function = functools.partial(explicit, scale=scale, dtype=dtype, dropout=self.dropout)
-        sums = over_queries(function, q, k, v, mask, size, random=self.dropout > 0)
-        return as_partial(sums)
+        function = functools.partial(
+            explicit, scale=scale, dtype=dtype, dropout=dropout, noise=noise
+        )
+        return over_queries(function, q, k, v, mask, size, random=bool(dropout or noise))
 
     def _prefill(
         self,

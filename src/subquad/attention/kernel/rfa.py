@@ -43,6 +43,7 @@ from subquad.attention.kernel.engine import (
 from subquad.attention.masks import Mask
 from subquad.errors import OptionError
 from subquad.features.draws import DRAWS, draw_projection
+from subquad.features.sphere import unit
 from subquad.kernels.linear import EMPTY, LN2, LOG2E
 from subquad.options import Config, choice_problem, flag_problem, integer_problem, number_problem
 
@@ -407,9 +408,7 @@ def _cleared(k: Tensor, key_mask: Tensor | None) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     """x/|x| in float32 or float64; zero stays zero."""
-    x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    square = x.square().sum(-1, keepdim=True)
-    return x * square.masked_fill(square == 0, 1.0).rsqrt()
+    return unit(x.to(torch.float64 if x.dtype == torch.float64 else torch.float32))
 
 
 def _log_mass(state: Flat | None, like: Tensor) -> Tensor:

@@ -12,11 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State
+from subquad.attention.base import (
+    Absent,
+    Capabilities,
+    Cost,
+    Info,
+    Mechanism,
+    State,
+    continued,
+)
 from subquad.attention.exact.engine import CHUNK_BYTES, clear, fused, masked, sums_dtype, wide
 from subquad.attention.masks import Mask
 from subquad.attention.summary.engine import summary_attention
-from subquad.errors import DtypeError, ShapeError
 from subquad.options import Config, choice_problem, flag_problem, integer_problem
 
 __all__ = ["Compressed", "CompressedConfig", "CompressedState"]
@@ -266,10 +273,9 @@ class Compressed(Mechanism):
         key, more = key_mask, k.shape[2]
         summaries: tuple[Tensor, Tensor, Tensor | None] | None = None
         if state is not None:
-            self._check_tail(state, k, v)
             seen, base = state.length, state.length - state.k_tail.shape[2]
             key = _join(state.key, key_mask, len(k), state.k_tail.shape[2], more, k.device)
-            k, v = torch.cat([state.k_tail, k], 2), torch.cat([state.v_tail, v], 2)
+            k, v = continued("k", state.k_tail, k), continued("v", state.v_tail, v)
             present = state.present
             if key is not None and present is None:  # all was open before the first key mask
                 present = torch.ones(len(k), state.k.shape[2], dtype=torch.bool, device=k.device)
@@ -297,18 +303,6 @@ class Compressed(Mechanism):
             last = self._summaries(state.k_tail, state.v_tail, state.key, base, done, done + 1)
             summaries = _extend(summaries, last)
         return self._all(q, *summaries, scale)
-
-    def _check_tail(self, state: CompressedState, k: Tensor, v: Tensor) -> None:
-        for name, old, new in (("k", state.k_tail, k), ("v", state.v_tail, v)):
-            if old.shape[1] != new.shape[1] or old.shape[3] != new.shape[3]:
-                raise ShapeError(
-                    f"{name} must continue the state's (B, Hkv={old.shape[1]}, S, {old.shape[3]}), "
-                    f"given {tuple(new.shape)}"
-                )
-            if old.dtype != new.dtype:
-                raise DtypeError(
-                    f"{name} must have the state's dtype {old.dtype}, given {new.dtype}"
-                )
 
     # ---- summaries -----------------------------------------------------------------------
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention.feedforward import ACTIVATIONS, activation_problem
 from subquad.attention.multihead import MultiheadAttention
 from subquad.attention.summary.linformer import Linformer, LinformerConfig
-from subquad.errors import OptionError, ShapeError, nearest
+from subquad.errors import OptionError, ShapeError
 from subquad.options import flag_problem, integer_problem
 
 __all__ = ["LinformerEncoderLayer"]
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 class LinformerEncoderLayer(nn.Module):
@@ -39,7 +38,7 @@ class LinformerEncoderLayer(nn.Module):
         nhead: H, number of heads; divides C.
         dim_feedforward: width inside FF.
         dropout: probability, on attention weights, inside FF and on both residual branches.
-        activation: "relu", "gelu" or a function.
+        activation: "relu", "gelu", "silu" or a function.
         normalize_before: pre-norm instead of post-norm.
         k: number of summaries; see `LinformerConfig`.
         max_length: longest sequence.
@@ -79,11 +78,8 @@ class LinformerEncoderLayer(nn.Module):
         problems = [
             *integer_problem("dim_feedforward", dim_feedforward, 1),
             *flag_problem("normalize_before", normalize_before),
+            *activation_problem(activation, tuple(ACTIVATIONS)),
         ]
-        if not callable(activation) and str(activation) not in ACTIVATIONS:
-            hint = nearest(activation, ACTIVATIONS) if isinstance(activation, str) else ""
-            known = ", ".join(ACTIVATIONS)
-            problems.append(f"activation={activation!r} is none of {known}{hint}, nor a function")
         if problems:
             raise OptionError("LinformerEncoderLayer: " + "; ".join(problems))
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -161,11 +157,8 @@ class LinformerEncoderLayer(nn.Module):
         mech = attn.mechanism
         assert isinstance(mech, Linformer), "built above"
         mask = attn._mask(x, x.shape[1], padding, attn_mask, False, True)
-        q, k, v = (
-            t.unflatten(-1, (-1, attn.head_dim)).transpose(1, 2)
-            for t in attn._project(x, x, x, True)
-        )
+        q, k, v = attn._heads(*attn._project(x, x, x, True))
         weights, values = mech.summary_weights_and_values(q, k, v, mask=mask)
         weights = F.dropout(weights, attn.dropout, self.training)
         heads = weights.to(q.dtype) @ values
-        return attn.out_proj(heads.transpose(1, 2).flatten(2)), weights.mean(1)
+        return attn._out(heads, q.dtype), weights.mean(1)

@@ -105,6 +105,7 @@ class Linformer(Mechanism):
 
     name = "linformer"
     family = "summary"
+    queries_alone = True
     Config = LinformerConfig
     config: LinformerConfig
     key_projection: nn.Parameter | None

@@ -1,0 +1,1 @@
+"""Fixed mixing: weights that need no product of queries and keys."""
