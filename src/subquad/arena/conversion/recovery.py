@@ -53,7 +53,7 @@ class Recipe:
     method: str
     rate: float | None = None
     batch: int = 4
-    minutes: float = 5.0
+    minutes: float = 4.0
     seeds: tuple[int, ...] = (0,)
 
 
