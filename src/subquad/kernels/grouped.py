@@ -7,29 +7,31 @@ queries and of its keys. Queries, keys and values are gathered for a few groups 
 their scores stay within `SCORE_BYTES`: memory beyond inputs and outputs is O(1), forward and
 backward, whatever the groups are. The backward pass gathers and computes the scores again from
 the log-sum-exp; its formulas are those of `subquad.kernels.block`. A token may be in any number
-of groups: its gradients add.
+of groups: its gradients add. Scores are kept in units of ln 2: 2^x is quick also where it
+vanishes, e^x is not on a CPU.
 
 Cost: 2·C·R·(D+V) FLOPs a group of C queries and R keys forward.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from subquad.kernels.block import EMPTY, SCORE_BYTES
+from subquad.kernels.linear import LOG2E
 
 __all__ = ["PairBias", "PairClosed", "grouped_softmax", "joint_softmax", "of_tokens"]
 
+P = ParamSpec("P")
+
 CLOSED = -1e30
 """What one unit of closedness adds to a score: finite, for 0·∞ is none."""
-
-LOG2E = math.log2(math.e)
-"""Scores are kept in units of ln 2: 2^x is quick also where it vanishes, e^x is not on a CPU."""
 
 PairBias = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """(groups (g,), queries (g, C), keys (g, R)) → b, broadcastable to (g, C, R), or None.
@@ -114,7 +116,21 @@ class _Problem:
         return torch.baddbmm(bound[0], q, k.mT, beta=bound[1], alpha=self.scale * LOG2E)
 
 
-def forward(p: _Problem) -> tuple[Tensor, Tensor]:
+def _without_autocast(
+    run: Callable[Concatenate[_Problem, P], tuple[Tensor, ...]],
+) -> Callable[Concatenate[_Problem, P], tuple[Tensor, ...]]:
+    """Sums stay in their dtype: backward() may run inside autocast."""
+
+    @functools.wraps(run)
+    def wrapped(p: _Problem, /, *rest: P.args, **named: P.kwargs) -> tuple[Tensor, ...]:
+        with torch.autocast(p.q.device.type, enabled=False):
+            return run(p, *rest, **named)
+
+    return wrapped
+
+
+@_without_autocast
+def forward(p: _Problem) -> tuple[Tensor, ...]:
     """out (B·H·G, C, V) and lse (B·H·G, C) in the dtype of the sums."""
     count, members = p.queries.shape
     out = p.q.new_empty(count, members, p.v.shape[-1])
@@ -149,9 +165,8 @@ def forward(p: _Problem) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def backward(
-    p: _Problem, lse: Tensor, out_bar: Tensor, delta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+@_without_autocast
+def backward(p: _Problem, lse: Tensor, out_bar: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, flat as in `_Problem`; δ = Σ ō∘o − l̄ of each query."""
     q_bar, k_bar, v_bar = (t.new_zeros(t.shape) for t in (p.q, p.k, p.v))
     for groups in p.chunks():
@@ -188,6 +203,7 @@ class _Grouped(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *bars: Tensor | None) -> tuple[Any, ...]:
         q, k, v, queries, keys, key, out, lse = ctx.saved_tensors
         p = _Problem(q, k, v, queries, keys, key, *ctx.options)
@@ -306,6 +322,7 @@ class _Joint(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *bars: Tensor | None) -> tuple[Any, ...]:
         q, k, v, queries, keys, key, out, lse = ctx.saved_tensors
         causal, closed, scale = ctx.options
