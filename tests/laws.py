@@ -421,10 +421,13 @@ def same_seed(spec):
 def autocast(spec):
     """Law 8: autocast equals casting the inputs, as it does for torch's own attention."""
     mech = make(spec, dtype=torch.float32)
-    q, k, v = inputs(71, 71, dtype=torch.float32, size=0.7, spec=spec)
+    q, k, v = inputs(71, 71, dtype=torch.float32, size=0.7, spec=spec, grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = mech(q, k, v)
+        # Training loops have backward() inside; torch then rounds products of its own as well.
+        grads = torch.autograd.grad(out.float().square().sum(), (q, k, v), **UNREAD)
     assert out.dtype == torch.bfloat16
+    assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
     close(out, mech(q.bfloat16(), k.bfloat16(), v.bfloat16()), 0.0)
 
 

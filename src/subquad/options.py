@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from subquad.errors import OptionError, UnknownNameError, nearest
@@ -379,6 +379,26 @@ def flag_problem(name: str, value: object) -> Iterator[str]:
     """Yields a problem when `value` is not a bool."""
     if not isinstance(value, bool):
         yield f"{name}={value!r} must be true or false"
+
+
+def idle_problem(
+    config: Config, name: str, chosen: Iterable[str], readers: Mapping[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """Yields a problem for each changed option that nothing chosen reads: it would do nothing.
+
+    Args:
+        config: whose options are looked at.
+        name: of the option that chooses, such as "kind".
+        chosen: its values.
+        readers: the values of `name` with which an option is read.
+    """
+    chosen = list(map(str, chosen))
+    for option, value in config.changed().items():
+        if option in readers and not set(chosen) & set(readers[option]):
+            yield (
+                f"{option}={format_value(value)} needs {name}={' or '.join(readers[option])}, "
+                f"given {', '.join(chosen)}"
+            )
 
 
 def integer_problem(name: str, value: object, minimum: int) -> Iterator[str]:

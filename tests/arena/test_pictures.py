@@ -32,6 +32,11 @@ def test_a_mixer_shows_who_moves_whom():
     assert np.allclose(shares.sum(1), 1.0, atol=1e-5) and not np.triu(shares, 1).any()
 
 
+def test_what_has_no_matrix_says_why_and_what_has_one():
+    with pytest.raises(sq.UnsupportedError, match=r"no one matrix .*; draw 'conv\(kernels=\[1, 5"):
+        pictures.draw("conv")
+
+
 def test_saving(tmp_path):
     pictures.save("local(window=3)", tmp_path / "new" / "local.svg", length=24)
     assert "<svg" in (tmp_path / "new" / "local.svg").read_text()

@@ -131,3 +131,5 @@ def test_unknown_norms_suggest_the_nearest():
     with pytest.raises(sq.OptionError, match=r"norm='bacth' is none of layer, batch, rms.*'batch'"):
         sq.TransformerEncoderLayer(C, 2, norm="bacth")
     assert sq.TransformerEncoderLayer(C, 2, norm="batch", bias=False).norm1.bias is None
+    with pytest.raises(TypeError):  # torch's other batch norms are not what is computed here
+        MaskedBatchNorm(C, affine=False)

@@ -309,6 +309,20 @@ def test_prescaled_queries_get_their_factor_back(
     assert scales
 
 
+def test_cross_attention_that_reads_queries_together_is_said() -> None:
+    """Fed whole, a row would read otherwise than generated alone: by queries' number or content."""
+    model = tiny("bart")
+
+    def notes(spec: str) -> list[str]:
+        found = sq.convert(model, spec).notes
+        return [note for note in found if note.startswith("cross-attention by")]
+
+    (note,) = notes("aft(kind=conv, window=3)")
+    assert "depends on the other queries" in note and "biases go by positions" in note
+    for spec in ("performer", "aft", "synthesizer", "conv"):
+        assert not notes(spec), spec
+
+
 def test_training_reaches_the_weights_and_says_that_dropout_is_gone() -> None:
     model, given = tiny("bert"), inputs("bert")
     report = sq.convert(model, "performer(features=16)")
@@ -321,6 +335,9 @@ def test_training_reaches_the_weights_and_says_that_dropout_is_gone() -> None:
     assert model.encoder.layer[0].attention.self.query.weight.grad.abs().max() > 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once per conversion
+        model(**given)
+    sq.convert(model, "softmax")
+    with pytest.warns(UserWarning, match=r"to 'softmax': it drops by its own option, dropout=0\.1"):
         model(**given)
 
 

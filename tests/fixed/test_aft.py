@@ -239,6 +239,22 @@ def test_long_decoding_forgets_nothing():
     assert (out - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("spec", "other", "message"),
+    [
+        ("aft(kind=full)", "aft", "the last 20 of 20 keys for kind=full, given 0"),
+        ("aft", "aft(kind=full)", "the last 0 of 20 keys for kind=simple, given 20"),
+        ("aft(kind=conv, window=5)", "aft(kind=conv, window=3)", "the last 5 of 20 .* given 3"),
+    ],
+)
+def test_states_of_other_windows_are_refused(spec, other, message):
+    """Keys that a bias is due to are summed in them already, or would be counted twice."""
+    mech, (q, k, v) = build(spec), tensors(20, 20)
+    _, state = build(other).prefill(q, k, v)
+    with pytest.raises(sq.ShapeError, match=message):
+        mech.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], state)
+
+
 # ---- errors ------------------------------------------------------------------------------
 
 
@@ -256,10 +272,12 @@ def test_values_have_the_width_of_queries():
     ("options", "message"),
     [
         ({"kind": "fool"}, "kind='fool'"),
-        ({"window": -1}, "window=-1 must be an integer ≥ 0"),
+        ({"kind": "local", "window": -1}, "window=-1 must be an integer ≥ 0"),
         ({"window": [1, 2, 3]}, "window=.*must be an integer ≥ 0, or"),
         ({"kind": "conv", "window": 0}, "leaves nothing to normalise"),
-        ({"kind": "conv", "rank": 3}, "rank=3 factorises w of local and full, kind is 'conv'"),
+        ({"kind": "conv", "rank": 3}, "rank=3 needs kind=local or full, given conv"),
+        ({"window": 5}, "window=5 needs kind=conv or local, given simple"),
+        ({"kind": "local", "normalise": False}, "normalise=false needs kind=conv, given local"),
         ({"kind": "full", "rank": 0}, "rank"),
         ({"normalise": 2}, "normalise"),
     ],

@@ -527,6 +527,22 @@ def test_converted_models_keep_their_output_and_generate():
     assert torch.equal(made, ids)
 
 
+def test_decoders_leave_queries_of_the_memory_as_they_are():
+    """A layer and a stack with one mechanism for both attentions; steps equal the whole call."""
+    layer = sq.TransformerDecoderLayer(12, 3, 16, 0.0, batch_first=True, mechanism="conv").eval()
+    stack = sq.TransformerDecoder(12, 3, 1, 16, 0.0, mechanism="conv").eval()
+    kinds = [part.config.inputs for part in stack.modules() if getattr(part, "name", "") == "conv"]
+    assert kinds == ["auto", "kv"] and layer.multihead_attn.mechanism.config.inputs == "kv"
+    generator = torch.Generator().manual_seed(0)
+    x, memory = (torch.randn(B, n, 12, generator=generator) for n in (7, 11))
+    assert torch.isfinite(layer(x, memory, tgt_is_causal=True)).all()
+    wanted = stack(x, memory)
+    first, state = stack.prefill(x[:, :4], memory)
+    rest, _ = stack.step(x[:, 4:], state)
+    # float32: two attentions and a network of numbers of size 1 after norms, 10^2 roundings
+    assert (torch.cat([first, rest], 1) - wanted).abs().max() < 1e2 * 2**-23
+
+
 def cycles(count, generator, tokens=12, length=24):
     """Each row repeats a cycle through all tokens, of its own: (count, length + 1)."""
     order = torch.rand(count, tokens, generator=generator).argsort(1)

@@ -9,7 +9,7 @@ from subquad.kernels import grouped
 from subquad.kernels.block import EMPTY
 
 
-def problem(batch=2, heads=6, kv=3, length=23, keys=29, groups=5, members=7, read=11, seed=0):
+def problem(batch=2, heads=6, kv=3, length=23, keys=29, groups=3, members=7, read=11, seed=0):
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(batch, h, n, d, generator=generator, dtype=torch.float64).requires_grad_()
@@ -104,6 +104,45 @@ def test_half_precision_is_summed_in_float32():
     exact, _ = grouped.grouped_softmax(*(t.double() for t in half), queries, keys, scale=0.7)
     # The same numbers in float32: ≤ 11 terms and an exponential, 20·eps.
     torch.testing.assert_close(out.double(), exact, rtol=20 * 1.2e-7, atol=20 * 1.2e-7)
+
+
+def once_each():
+    """Inputs, groups that list a query once at most, with holes, one of them without keys."""
+    q, k, v, *_ = problem(1, 2, 1, 5, 6, read=4)
+    key = torch.arange(6)[None] != 2
+    queries = torch.tensor([[[3, 0, -1], [1, 4, 2]], [[4, 2, 1], [0, -1, -1]]])[None]
+    keys = torch.tensor([[[0, 5, -1], [-1, -1, -1]], [[1, 2, 3], [4, 5, 0]]])[None]
+    return q, k, v, queries, keys, key
+
+
+def test_gradients_have_gradients():
+    *leaves, queries, keys, key = once_each()
+
+    def both(q, k, v):
+        once = grouped.grouped_softmax(q, k, v, queries, keys, scale=0.7, key=key)
+        rounds = grouped.joint_softmax(
+            q, k, v, torch.stack([queries] * 2), torch.stack([keys, keys.flip(2)]), scale=0.7
+        )
+        return tuple(
+            part
+            for out, lse in (once, rounds)
+            for part in (out, lse.masked_fill(lse.detach() == EMPTY, 0.0))
+        )
+
+    torch.autograd.gradgradcheck(both, leaves)
+
+
+def test_backward_within_autocast():
+    q, k, v, queries, keys, key = once_each()
+    q, k, v = (t.detach().float().requires_grad_() for t in (q, k, v))
+    out, lse = grouped.grouped_softmax(q, k, v, queries, keys, scale=0.7, key=key)
+    joint, _ = grouped.joint_softmax(q, k, v, queries[None], keys[None], scale=0.7)
+    loss = out.square().sum() + lse[lse != EMPTY].sum() + joint.square().sum()
+    wanted = torch.autograd.grad(loss, (q, k, v), retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(loss, (q, k, v))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -228,3 +228,30 @@ def test_learned_mixers_learn_to_copy_from_a_place():
             optimiser.step()
         # predicting zero costs 1; half of that cannot be had without reading the right place
         assert first > 0.9 and loss.item() < 0.5, (spec, first, loss.item())
+
+
+# ---- states that do not fit ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["gmlp", "gmlp(attention=5)", "mlp_mixer(hidden=none)"])
+def test_states_of_other_sizes_and_dtypes_are_refused(spec):
+    mixer = sq.build(spec, embed_dim=11, max_length=71, dtype=F64)
+    x = tokens(5)
+    _, state = mixer.prefill(x)
+    with pytest.raises(sq.ShapeError, match="state must be a .*State, given Tensor"):
+        mixer.step(x[:, :1], state=torch.zeros(2))
+    wide = sq.build(spec, embed_dim=13, max_length=71, dtype=F64)
+    with pytest.raises(sq.ShapeError, match="the state holds 11 channels, these tokens have 13"):
+        wide.step(tokens(1, width=13), state=state)
+    with pytest.raises(sq.DtypeError, match=r"the state is torch\.float64, .* torch\.float32"):
+        mixer.float().step(x[:, :1].float(), state=state)
+
+
+def test_gmlp_states_with_and_without_attention_are_not_the_same():
+    """Without the check, attention would begin anew behind the state's tokens."""
+    plain, attentive = make_mixer("gmlp"), make_mixer("gmlp(attention=5)")
+    x = tokens(7)
+    with pytest.raises(sq.ShapeError, match="gmlp has an attention .*, the state has none"):
+        attentive.step(x[:, :1], state=plain.prefill(x)[1])
+    with pytest.raises(sq.ShapeError, match="the state has an attention .*, gmlp has none"):
+        plain.step(x[:, :1], state=attentive.prefill(x)[1])

@@ -35,11 +35,10 @@ def close(found, wanted, tolerance=1e-12):
 def case(kind, dtype=F64):
     """Its module, and our mechanism for one head as wide as its hidden layer."""
     torch.manual_seed(0)
-    options = {"s": S} if kind == "local" else {}
-    theirs = getattr(peer, KINDS[kind])(N, C, hidden_dim=D, **options).to(dtype)
-    mech = sq.build(
-        "aft", head_dim=D, num_heads=1, max_length=N, dtype=dtype, kind=kind, window=S - 1
-    )
+    local = kind == "local"
+    theirs = getattr(peer, KINDS[kind])(N, C, hidden_dim=D, **({"s": S} if local else {})).to(dtype)
+    spec = f"aft(kind={kind}, window={S - 1})" if local else f"aft(kind={kind})"
+    mech = sq.build(spec, head_dim=D, num_heads=1, max_length=N, dtype=dtype)
     if kind != "simple":
         with torch.no_grad():
             theirs.wbias *= 5.0  # its start hardly differs from w = 0

@@ -258,6 +258,23 @@ def test_state_grows_by_keys_values_and_summaries():
     assert len(set(sizes.values())) == 1, sizes
 
 
+@pytest.mark.parametrize("queries", [1, 9, 17])
+def test_a_prefill_of_the_last_queries(queries):
+    """Its first block is sorted nothing, unless it starts with a query; what follows is whole."""
+    q, k, v = problem(41)
+    key = torch.rand(2, 41, generator=torch.Generator().manual_seed(3)) > 0.3
+    key[:, 25:] = True
+    mech = build("sinkhorn(block=8, top=2)").eval()
+    whole = mech(q[:, :, 25 - queries :], k, v, key_mask=key, causal=True)
+    first = q[:, :, 25 - queries : 25], k[:, :, :25], v[:, :, :25]
+    out, state = mech.prefill(*first, key_mask=key[:, :25])
+    parts = [out]
+    for at in (slice(25, 26), slice(26, 37), slice(37, 41)):
+        out, state = mech.step(*(t[:, :, at] for t in (q, k, v)), state)
+        parts.append(out)
+    assert (torch.cat(parts, 2) - whole).abs().max() < EXACT
+
+
 def test_a_block_keeps_what_was_sorted_to_it():
     """What is brought to a block is settled by its first token."""
     q, k, v = problem(41)
@@ -323,6 +340,7 @@ def test_learns_to_sort_the_block_that_is_asked_for():
         ("hard=true, top=none", r"hard=true needs a number of sorted blocks"),
         ("sortcut=true, top=none", r"sortcut=true needs a number of sorted blocks"),
         ("hard=true, sortcut=true", r"exclude each other"),
+        ("iterations=3, sortcut=true", r"iterations=3 has no meaning with sortcut=true"),
     ],
 )
 def test_wrong_options(options, message):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from subquad import registry
 from subquad.arena.figures import COLOURS, figure
-from subquad.attention.base import Mechanism
+from subquad.attention.base import Absent, Mechanism
 from subquad.attention.mixer.base import Mixer
 from subquad.errors import UnsupportedError
 
@@ -60,10 +60,11 @@ def draw(spec: str, length: int = 48) -> Any:
     about = registry.describe(spec)
     have = about.capabilities
     by_channel = hasattr(registry.get(about.name), "channel_weights")
-    if have.qkv and not have.weights and not by_channel:
-        raise UnsupportedError(
-            about.name, "a picture", "it has no attention weights", registry.capable("weights")
-        )
+    if have.qkv and isinstance(have.weights, Absent) and not by_channel:
+        reason, other = have.weights.reason, about.info.sample
+        if other:
+            reason += f"; draw {other!r}"
+        raise UnsupportedError(about.name, "a picture", reason, registry.capable("weights"))
     x = sample_sequence(length)
     heads = registry.get(about.name).least_heads(about.config)
     x = x.expand(1, heads, length, DIM)

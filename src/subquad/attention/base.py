@@ -41,6 +41,7 @@ __all__ = [
     "Mechanism",
     "State",
     "Support",
+    "computed_again",
     "continued",
     "own_precision",
     "penalties",
@@ -299,9 +300,6 @@ class Mechanism(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[Config]]
     info: ClassVar[Info]
-    queries_alone: ClassVar[bool] = False
-    """True: no query of a call without causal mask changes another's output, though no state
-    can be read without new keys (which says the same)."""
     state_type: type[State] = State
 
     def __init__(
@@ -330,6 +328,7 @@ class Mechanism(nn.Module, ABC):
         self._check_sizes()
         self.seed %= 2**64  # what a generator takes
         self.capabilities = self.capabilities_for(self.config)
+        self.answers_alone = self.answers_alone_for(self.config)
         if self.capabilities.max_length and max_length is None:
             raise OptionError(f"{self.name}: max_length is needed: it fixes learned sizes")
 
@@ -372,6 +371,16 @@ class Mechanism(nn.Module, ABC):
             if isinstance(support, Absent) and cls._outside is Mechanism._outside:
                 return Absent(f"sums outside of a window need {need!r}: {support.reason}")
         return True
+
+    @classmethod
+    def answers_alone_for(cls, config: Any) -> Support:
+        """Whether no query of a call without causal mask changes another's answer.
+
+        It is so where a state can be read without new keys.
+        """
+        have = cls.capabilities_for(config)
+        lacking = have.read if isinstance(have.read, Absent) else have.state
+        return lacking if isinstance(lacking, Absent) else True
 
     @classmethod
     def outside_merges_for(cls, config: Any) -> Support:
@@ -797,6 +806,11 @@ def penalties(module: nn.Module) -> Tensor:
     return torch.stack(
         [one.to(found[0].device, torch.promote_types(one.dtype, torch.float32)) for one in found]
     ).sum()
+
+
+def computed_again() -> bool:
+    """Whether a checkpoint computes this again, within a backward pass: it has counted then."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
 
 
 def own_precision(q: Tensor) -> AbstractContextManager[object]:

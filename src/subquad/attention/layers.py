@@ -10,13 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad import registry
+from subquad.attention.base import Absent, Mechanism
 from subquad.attention.mixer.layer import TokenMixing
 from subquad.attention.multihead import MultiheadAttention, with_draws
 from subquad.attention.norms import build_norm, norm_problem, normalise
-from subquad.errors import OptionError
+from subquad.errors import OptionError, UnsupportedError
 from subquad.options import Config, Spec
 
 __all__ = ["TransformerDecoderLayer", "TransformerEncoderLayer"]
+
+SEEDS_APART = 10_007
+"""Between the seeds of two attentions: mechanisms count up from theirs, by part or by head."""
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -159,8 +163,9 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
     itself: give ``tgt_is_causal=True``, which suffices, or the triangle as `tgt_mask`; the
     mechanism of the self-attention has to take causal masks then, that of the cross-attention
     queries and keys of different lengths. One whose answer to a query depends on the other
-    queries of the call (`nystrom`, `clustered`, `sampled`, …) tells a causal decoder of later
-    tokens; `TransformerDecoder` refuses those.
+    queries of the call (`nystrom`, `clustered`, `sampled`, …) would tell a causal decoder of
+    later tokens: with `tgt_is_causal`, which `torch.nn.TransformerDecoder` finds out by itself,
+    it is refused.
 
     state_dict: torch's keys, and ``self_attn.mechanism.*``, ``multihead_attn.mechanism.*``.
 
@@ -172,10 +177,11 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         d_model: C, width of the model; this and all up to `dtype` as in
             `TransformerEncoderLayer`.
         mechanism: of the self-attention.
-        cross_mechanism: of the attention to `memory`; default `mechanism`.
+        cross_mechanism: of the attention to `memory`; default `mechanism`. Options left open are
+            filled in for cross-attention (`Config.for_use`).
         attention_dropout: as in `TransformerEncoderLayer`, for each of both attentions.
         max_length: longest sequence of either kind, for mechanisms that need it.
-        seed: determines random draws; the cross-attention's are from seed + 1.
+        seed: determines random draws; the cross-attention's are from seed + 10,007.
         norm: as in `TransformerEncoderLayer`; "batch" leaves out ignored tokens of `tgt`.
         attention_noise: of both attentions, see `MultiheadAttention`.
 
@@ -218,6 +224,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         attention_noise: float = 0.0,
     ) -> None:
         cross_mechanism = mechanism if cross_mechanism is None else cross_mechanism
+        cross_mechanism = registry.resolve(cross_mechanism)[1].for_use("cross")
         if not registry.describe(cross_mechanism).capabilities.qkv:
             raise OptionError(
                 f"TransformerDecoderLayer: {cross_mechanism} mixes the tokens of one sequence and "
@@ -228,7 +235,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
                 d_model, nhead, dropout, bias, batch_first, dtype,
                 one, attention_dropout, max_length, own, attention_noise,
             )
-            for one, own in ((mechanism, seed), (cross_mechanism, seed + 1))
+            for one, own in ((mechanism, seed), (cross_mechanism, seed + SEEDS_APART))
         )  # fmt: skip
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
@@ -265,8 +272,11 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
 
         Raises:
             ShapeError, DtypeError, DeviceError: if an argument does not fit.
-            UnsupportedError: if a mechanism cannot do what a mask asks for.
+            UnsupportedError: if a mechanism cannot do what a mask asks for, or lets a causal
+                decoder see later tokens.
         """
+        if tgt_is_causal:
+            need_answers_alone(self.multihead_attn.mechanism)
         own = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         other = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
         x, keep = tgt, _kept(self, tgt_key_padding_mask)
@@ -321,6 +331,29 @@ def _filled(
     else:
         attention.load_state_dict(theirs.state_dict(), assign=True)
     return attention
+
+
+def need_answers_alone(mechanism: Mechanism) -> None:
+    """Refuses a cross-attention that would let a causal decoder see later tokens.
+
+    Raises:
+        UnsupportedError: with the reason, and who can.
+    """
+    support = mechanism.answers_alone
+    if not isinstance(support, Absent):
+        return
+    able = [
+        name
+        for name in registry.mechanisms(cross=True)
+        if (found := registry.get(name)).answers_alone_for(found.Config())
+    ]
+    raise UnsupportedError(
+        mechanism.name,
+        "the cross-attention of a causal decoder",
+        "its answer to a query depends on the other queries of the call, later ones too, or on "
+        f"their number ({support.reason})",
+        able,
+    )
 
 
 def dropout_of_weights(config: Config, wanted: float | None, dropout: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -281,17 +281,24 @@ class MultiheadAttention(nn.MultiheadAttention):
         return self.out_proj(heads.transpose(1, 2).flatten(2).to(dtype))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, ...]:
-        sizes = [self.embed_dim, *(2 * [self.num_kv_heads * self.head_dim])]
-        packed, bias = self.in_proj_weight, self.in_proj_bias
-        if packed is not None and same:
-            return F.linear(query, packed, bias).split(sizes, -1)
-        three: tuple[Any, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        weights = three if packed is None else packed.split(sizes)
-        biases: tuple[Any, ...] = (None,) * 3 if bias is None else bias.split(sizes)
+        if self.in_proj_weight is not None and same:
+            out = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return out.split(self._projected_widths(), -1)
         inputs = (query, key, value)
         return tuple(
-            F.linear(x, weight, b) for x, weight, b in zip(inputs, weights, biases, strict=True)
+            F.linear(x, *affine) for x, affine in zip(inputs, self._projections(), strict=True)
         )
+
+    def _projections(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of q's, k's and v's projection."""
+        three: Any = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        packed, bias, widths = self.in_proj_weight, self.in_proj_bias, self._projected_widths()
+        weights = three if packed is None else packed.split(widths)
+        biases: Any = (None,) * 3 if bias is None else bias.split(widths)
+        return zip(weights, biases, strict=True)
+
+    def _projected_widths(self) -> list[int]:
+        return [self.embed_dim, *(2 * [self.num_kv_heads * self.head_dim])]
 
     def _append(
         self, k: Tensor, v: Tensor, mask: Mask, queries: int

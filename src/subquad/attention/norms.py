@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from subquad.attention.base import computed_again
 from subquad.errors import ShapeError
 from subquad.options import choice_problem
 
@@ -29,6 +31,13 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
     Cost: O(C) a token.
 
+    Args:
+        width: C, channels.
+        eps: added to variances.
+        momentum: share of a batch in the running statistics.
+        bias: whether there is one.
+        device, dtype: of parameters and buffers.
+
     Paper: Ioffe, Szegedy 2015, arXiv 1502.03167, algorithm 1; in Transformers: Shen et al.
     2020, arXiv 2003.07845, section 3.
 
@@ -40,6 +49,21 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         >>> bool(MaskedBatchNorm(8)(x, keep)[keep].mean(0).abs().max() < 1e-6)
         True
     """
+
+    momentum: float
+
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(width, eps, momentum, device=device, dtype=dtype)
+        if not bias:
+            self.register_parameter("bias", None)
 
     def forward(self, input: Tensor, keep: Tensor | None = None) -> Tensor:
         """The normalised tokens, shaped like `input`.
@@ -56,8 +80,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         if x.shape[-1] != self.num_features:
             raise ShapeError(f"input must be (..., C={self.num_features}), given {tuple(x.shape)}")
         if not self.training or keep is None:
-            out: Tensor = super().forward(x.reshape(-1, self.num_features))
-            return out.reshape(x.shape)
+            return self._of_all(x.reshape(-1, self.num_features)).reshape(x.shape)
         kept = keep.expand(x.shape[:-1])[..., None]
         over = tuple(range(x.dim() - 1))
         # sums in float32 at least: a half has no room for a batch of tokens
@@ -67,14 +90,23 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         mean = wide.sum(over) / some
         centred = (wide - mean).masked_fill(~kept, 0)
         var = centred.square().sum(over) / some
-        with torch.no_grad():
-            self._track(mean, var * some / (some - 1).clamp_min(1), count > 0)
+        if not computed_again():
+            with torch.no_grad():
+                self._track(mean, var * some / (some - 1).clamp_min(1), count > 0)
         out = centred * torch.rsqrt(var + self.eps) * self.weight
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
+    def _of_all(self, rows: Tensor) -> Tensor:
+        if not (self.training and computed_again()):
+            out: Tensor = super().forward(rows)
+            return out
+        assert self.running_mean is not None and self.running_var is not None
+        running = self.running_mean.clone(), self.running_var.clone()
+        return F.batch_norm(rows, *running, self.weight, self.bias, True, self.momentum, self.eps)
+
     def _track(self, mean: Tensor, var: Tensor, any_token: Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None
-        assert self.num_batches_tracked is not None and self.momentum is not None
+        assert self.num_batches_tracked is not None
         share = self.momentum * any_token.to(self.running_mean.dtype)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(var.to(self.running_var.dtype), share)
@@ -92,10 +124,7 @@ def build_norm(kind: str, width: int, eps: float, bias: bool = True, **factory: 
         return nn.LayerNorm(width, eps, bias=bias, **factory)
     if kind == "rms":
         return nn.RMSNorm(width, eps, **factory)
-    norm = MaskedBatchNorm(width, eps, **factory)
-    if not bias:
-        norm.register_parameter("bias", None)
-    return norm
+    return MaskedBatchNorm(width, eps, bias=bias, **factory)
 
 
 def normalise(norm: nn.Module, x: Tensor, keep: Tensor | None) -> Tensor:

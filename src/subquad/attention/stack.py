@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from subquad import registry
-from subquad.attention.base import Absent, Capabilities, Mechanism, State, Support
+from subquad.attention.base import Absent, State, Support
 from subquad.attention.exact.engine import KeyValueState
 from subquad.attention.feedforward import FeedForward
-from subquad.attention.layers import dropout_of_weights
+from subquad.attention.layers import SEEDS_APART, dropout_of_weights, need_answers_alone
 from subquad.attention.masks import Mask
 from subquad.attention.mixer.layer import TokenMixing
 from subquad.attention.multihead import MultiheadAttention, with_draws
 from subquad.attention.norms import build_norm, norm_problem, normalise
-from subquad.errors import OptionError, ShapeError, UnknownNameError, UnsupportedError, nearest
+from subquad.errors import (
+    DeviceError,
+    DtypeError,
+    OptionError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+    nearest,
+)
 from subquad.options import (
     Config,
     Spec,
@@ -60,11 +70,13 @@ class StackState(State):
         attentions: the state of each attention, in the order of the pattern. That of a
             cross-attention holds the memory: its mechanism's state where that can be read
             without new keys, else keys and values.
-        length: tokens read, padding included: the position of the next one.
+        length: tokens read, padding included.
+        position: (B,) of each row's next token, where positions were given; else `length` is.
     """
 
     attentions: tuple[State, ...]
     length: int = 0
+    position: Tensor | None = None
 
 
 # ---- attention -------------------------------------------------------------------------------
@@ -101,14 +113,7 @@ class SummedAttention(MultiheadAttention):
 
     def project_query(self, query: Tensor) -> Tensor:
         """Heads q (B, H, L, D) alone."""
-        nothing = query.new_empty(len(query), 0, self.kdim)
-        return self.project(query, nothing, nothing)[0]
-
-    def summed(self, own: Tensor, before: list[Tensor]) -> Tensor:
-        """Queries, or keys, followed by those of the attentions before, the nearest first."""
-        if not self.previous:
-            return own
-        return torch.cat([own, *before[: -self.previous - 1 : -1]], -1)
+        return self._heads(F.linear(query, *next(self._projections())))[0]
 
     def hold(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> State:
         """A memory's keys and values as what later steps read."""
@@ -117,26 +122,6 @@ class SummedAttention(MultiheadAttention):
             one = q[:, :, :1]  # a query is part of the call; its answer is not needed
             return self.mechanism.prefill(one, k, v, key_mask=key_mask, scale=self.scale)[1]
         return KeyValueState.extend(None, k, v, key_mask)
-
-    def need_answers_alone(self) -> None:
-        """Refuses a mechanism that would let a causal decoder see later tokens.
-
-        Raises:
-            UnsupportedError: with the reason, and who can.
-        """
-        mech = self.mechanism
-        have = mech.capabilities
-        if answers_alone(type(mech), have):
-            return
-        lacking = have.read if isinstance(have.read, Absent) else have.state
-        able = [name for name in registry.mechanisms(cross=True) if _default_answers_alone(name)]
-        raise UnsupportedError(
-            mech.name,
-            "the cross-attention of a causal decoder",
-            "its answer to a query depends on the other queries of the call, later ones too, or on "
-            f"their number ({lacking.reason if isinstance(lacking, Absent) else lacking})",
-            able,
-        )
 
     def look_up(self, q: Tensor, held: State) -> Tensor:
         """Cross-attention to what `hold` has made."""
@@ -163,38 +148,28 @@ def sums_scores(mechanism: OneMechanism) -> Support:
     return Absent(f"the weights of {found.name} are no function of scale·q·k, which adds up")
 
 
-def _default_answers_alone(name: str) -> bool:
-    found = registry.get(name)
-    return answers_alone(found, found.capabilities_for(found.Config()))
-
-
-def answers_alone(mechanism: type[Mechanism], have: Capabilities) -> bool:
-    """Whether the answer to a query is the same whatever other queries a call brings."""
-    return mechanism.queries_alone or bool(have.state and have.read)
-
-
 # ---- blocks ----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Call:
-    """What the blocks of one call share, and what they leave for the blocks behind them."""
+    """What the blocks of one call share, and what they leave for the blocks behind them.
+
+    Each has places of its own, so that a block may be computed twice (checkpoints do).
+    """
 
     mask: Mask
+    ids: Tensor | None = None  # positions (L,) or (B, L), unless counted from the first token
     shift: Tensor | None = None  # positions to be added to queries and keys
     turn: Callable[[Tensor], Tensor] | None = None  # rotation of self-attention's q and k
-    memories: Iterator[Tensor] | None = None
+    memories: Sequence[Tensor] | None = None
     memory_mask: Mask | None = None
     memory_shift: Tensor | None = None
     streaming: bool = False
-    states: Iterator[State] | None = None  # of the tokens before
-    new_states: list[State] = field(default_factory=list)
-    queries: dict[str, list[Tensor]] = field(default_factory=lambda: {"a": [], "c": []})
-    keys: dict[str, list[Tensor]] = field(default_factory=lambda: {"a": [], "c": []})
-
-    def state(self) -> State | None:
-        """The next attention's, of the tokens before."""
-        return None if self.states is None else next(self.states)
+    states: Sequence[State] | None = None  # of the tokens before
+    new_states: dict[int, State] = field(default_factory=dict)
+    queries: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    keys: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
 
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
@@ -234,13 +209,29 @@ class FeedForwardBlock(_Residual):
 
 
 class SelfAttentionBlock(_Residual):
-    """A residual block around self-attention or a token mixer."""
+    """A residual block around self-attention or a token mixer.
+
+    Args:
+        attention: the attention, or token mixing.
+        place: its number among all attentions of the stack.
+        rank: its number among those of its kind that have scores.
+        kept: whether later ones add its scores to theirs.
+        arguments: of the residual block.
+    """
 
     letter: ClassVar[str] = "a"
 
-    def __init__(self, attention: SummedAttention | TokenMixing, *arguments: Any) -> None:
+    def __init__(
+        self,
+        attention: SummedAttention | TokenMixing,
+        place: int,
+        rank: int,
+        kept: bool,
+        *arguments: Any,
+    ) -> None:
         super().__init__(*arguments)
         self.attention = attention
+        self.place, self.rank, self.kept = place, rank, kept
 
     def inner(self, x: Tensor, call: _Call) -> Tensor:
         attn = self.attention
@@ -248,31 +239,35 @@ class SelfAttentionBlock(_Residual):
             if not call.streaming:
                 mixed: Tensor = attn.mechanism(x, mask=call.mask)
                 return mixed
-            mixed, new = attn.mechanism.prefill(x, state=call.state(), key_mask=call.mask.key)
-            call.new_states.append(new)
+            mixed, call.new_states[self.place] = attn.mechanism.prefill(
+                x, state=self._state(call), key_mask=call.mask.key
+            )
             return mixed
         query = _shifted(x, call.shift)
         q, k, v = attn.project(query, query, x)
         if call.turn is not None:
             q, k = call.turn(q), call.turn(k)
-        q, k = self._with_scores_before(attn, q, k, call)
+        q, k = self._summed(q, call.queries), self._summed(k, call.keys)
         if call.streaming:
-            out, new = attn.mechanism.prefill(
-                q, k, v, state=call.state(), key_mask=call.mask.key, scale=attn.scale
+            out, call.new_states[self.place] = attn.mechanism.prefill(
+                q, k, v, state=self._state(call), key_mask=call.mask.key, scale=attn.scale
             )
-            call.new_states.append(new)
         else:
             out = attn.mechanism(q, k, v, mask=call.mask, scale=attn.scale)
         return attn._out(out, x.dtype)
 
-    def _with_scores_before(
-        self, attn: SummedAttention, q: Tensor, k: Tensor, call: _Call
-    ) -> tuple[Tensor, Tensor]:
-        own = call.queries[self.letter], call.keys[self.letter]
-        joined = attn.summed(q, own[0]), attn.summed(k, own[1])
-        own[0].append(q)
-        own[1].append(k)
-        return joined
+    def _state(self, call: _Call) -> State | None:
+        return None if call.states is None else call.states[self.place]
+
+    def _summed(self, own: Tensor, each: dict[tuple[str, int], Tensor]) -> Tensor:
+        """Queries, or keys, followed by those of the attentions before, the nearest first."""
+        if self.kept:
+            each[self.letter, self.rank] = own
+        assert isinstance(self.attention, SummedAttention), "mixers have no scores"
+        if not self.attention.previous:
+            return own
+        before = range(self.rank - 1, self.rank - 1 - self.attention.previous, -1)
+        return torch.cat([own, *(each[self.letter, rank] for rank in before)], -1)
 
 
 class CrossAttentionBlock(SelfAttentionBlock):
@@ -285,23 +280,20 @@ class CrossAttentionBlock(SelfAttentionBlock):
         assert not isinstance(attn, TokenMixing), "refused by the stack"
         query = _shifted(x, call.shift)
         if call.memories is None:  # its keys are in the state
-            held = call.state()
+            held = self._state(call)
             assert held is not None, "there is a memory, or a state"
-            q = attn.project_query(query)
-            before = call.queries["c"]
-            out = attn.look_up(attn.summed(q, before), held)
-            before.append(q)
-            call.new_states.append(held)
-            return attn._out(out, x.dtype)
-        memory = next(call.memories)
+            call.new_states[self.place] = held
+            q = self._summed(attn.project_query(query), call.queries)
+            return attn._out(attn.look_up(q, held), x.dtype)
+        memory = call.memories[self.rank]
         if call.mask.causal:
-            attn.need_answers_alone()
+            need_answers_alone(attn.mechanism)
         q, k, v = attn.project(query, _shifted(memory, call.memory_shift), memory)
-        q, k = self._with_scores_before(attn, q, k, call)
+        q, k = self._summed(q, call.queries), self._summed(k, call.keys)
         if call.streaming:
             mask = call.memory_mask
             held = attn.hold(q, k, v, None if mask is None else mask.key)
-            call.new_states.append(held)
+            call.new_states[self.place] = held
             out = attn.look_up(q, held)
         else:
             out = attn.mechanism(q, k, v, mask=call.memory_mask, scale=attn.scale)
@@ -349,12 +341,19 @@ class _Stack(nn.Module):
         super().__init__()
         problems = [
             *integer_problem("d_model", d_model, 1),
+            *integer_problem("nhead", nhead, 1),
             *([] if num_layers is None else integer_problem("num_layers", num_layers, 1)),
+            *([] if memory_dim is None else integer_problem("memory_dim", memory_dim, 1)),
             *number_problem("dropout", dropout, 0.0, 1.0),
             *norm_problem(norm),
+            *number_problem("norm_eps", norm_eps, 0.0),
             *flag_problem("norm_first", norm_first),
+            *([] if final_norm is None else flag_problem("final_norm", final_norm)),
             *choice_problem("positions_at", positions_at, ("input", "attention")),
+            *([] if type(seed) is int else [f"seed={seed!r} must be an integer"]),
         ]
+        if not problems and d_model % nhead:
+            problems.append(f"nhead={nhead} must divide d_model={d_model}")
         if not isinstance(residual_attention, bool):
             problems += integer_problem("residual_attention", residual_attention, 0)
         if pattern is None:
@@ -368,6 +367,7 @@ class _Stack(nn.Module):
         self.d_model = d_model
         self.norm_first = norm_first
         self.positions_at = positions_at
+        self.gradient_checkpointing = False
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         summed = len(self.pattern) if residual_attention is True else int(residual_attention)
         each = {
@@ -385,10 +385,13 @@ class _Stack(nn.Module):
                 blocks.append(FeedForwardBlock(network, *shell))
                 continue
             config = registry.resolve(next(each[letter]))[1]
+            config = config.for_use("cross") if letter == "c" else config
             weights_dropout = dropout_of_weights(config, attention_dropout, dropout)
+            place = sum(map(_attends, blocks))
+            where = (place, seen[letter], bool(summed))
             shared: dict[str, Any] = {
                 "max_length": max_length,
-                "seed": seed + sum(map(_attends, blocks)),
+                "seed": seed + SEEDS_APART * place,
             }
             if not registry.describe(config).capabilities.qkv:
                 if letter == "c":
@@ -400,7 +403,7 @@ class _Stack(nn.Module):
                 mixing = TokenMixing(
                     d_model, mechanism=config, batch_first=True, **shared, **factory
                 )
-                blocks.append(SelfAttentionBlock(mixing, *shell))
+                blocks.append(SelfAttentionBlock(mixing, *where, *shell))
                 continue
             previous = min(summed, seen[letter])
             support = sums_scores(config) if summed else True
@@ -414,7 +417,7 @@ class _Stack(nn.Module):
                 previous=previous, **shared, **factory,
             )  # fmt: skip
             kind = CrossAttentionBlock if letter == "c" else SelfAttentionBlock
-            blocks.append(kind(attention, *shell))
+            blocks.append(kind(attention, *where, *shell))
         self.blocks = nn.ModuleList(blocks)
         self.norm = (
             build_norm(norm, d_model, norm_eps, bias, **factory)
@@ -464,16 +467,19 @@ class _Stack(nn.Module):
     # ---- a call --------------------------------------------------------------------------
 
     def _start(
-        self, x: Tensor, mask: Mask, ids: Tensor | None, start: int = 0
+        self, x: Tensor, mask: Mask, ids: Tensor | None, state: StackState | None = None
     ) -> tuple[Tensor, _Call]:
         """The tokens, positions added, and the call that the blocks are given."""
         self._check("x", x, self.d_model)
-        call = _Call(mask)
+        _check_key("key_mask", mask, x)
         if self.positions is None:
             if ids is not None:
                 raise OptionError("position_ids are given to a stack without positions")
-            return x, call
-        ids = self._ids(x, ids, start)
+            return x, _Call(mask)
+        if ids is None and state is not None and state.position is not None:
+            ids = state.position[:, None] + torch.arange(x.shape[1], device=x.device)
+        call = _Call(mask, ids)
+        ids = self._ids(x, ids, 0 if state is None else state.length)
         if isinstance(self.positions, Rotary):
             rotary = self.positions
             tables = rotary.tables(ids if ids.dim() == 1 else ids[:, None], x.dtype)
@@ -500,8 +506,9 @@ class _Stack(nn.Module):
 
     def _run(self, x: Tensor, call: _Call, seen: list[Tensor] | None = None) -> Tensor:
         """The tokens behind the last block and the final norm; into `seen` those behind each."""
+        again = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x, call)
+            x = checkpoint(block, x, call, use_reentrant=False) if again else block(x, call)
             if seen is not None:
                 seen.append(x)
         return x if self.norm is None else normalise(self.norm, x, call.mask.key)
@@ -515,18 +522,38 @@ class _Stack(nn.Module):
                 f"state holds {len(state.attentions)} attentions, the stack has {attentions}"
             )
         call.streaming = True
-        call.states = None if state is None else iter(state.attentions)
-        length = 0 if state is None else state.length
+        call.states = None if state is None else state.attentions
+        length, position = (0, None) if state is None else (state.length, state.position)
+        if call.ids is not None:
+            ids = call.ids if call.mask.key is None else call.ids.masked_fill(~call.mask.key, -1)
+            after = ids.expand(x.shape[:2]).amax(1) + 1
+            position = after if position is None else torch.maximum(position, after)
         out = self._run(x, call)
-        return out, StackState(tuple(call.new_states), length + x.shape[1])
+        new = tuple(call.new_states[place] for place in range(attentions))
+        return out, StackState(new, length + x.shape[1], position)
 
     def _check(self, name: str, x: Tensor, width: int) -> None:
         if x.dim() != 3 or x.shape[-1] != width:
             raise ShapeError(f"{name} must be (B, L, C={width}), given {tuple(x.shape)}")
+        own = next((p for p in self.parameters() if p.dim() > 1), x)  # norms may be kept wider
+        if x.device != own.device:
+            raise DeviceError(f"{name} is on {x.device}, the stack is on {own.device}")
+        if x.dtype != own.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise DtypeError(f"{name} must have the stack's {own.dtype}, given {x.dtype}")
 
 
 def _attends(block: nn.Module) -> bool:
     return isinstance(block, SelfAttentionBlock)
+
+
+def _check_key(name: str, mask: Mask, x: Tensor) -> None:
+    """Refuses a key mask that does not broadcast to the tokens x (B, L, ·)."""
+    shape = () if mask.key is None else mask.key.shape
+    pairs = zip(shape[::-1], (x.shape[1], x.shape[0]), strict=False)
+    if len(shape) > 2 or any(size not in (1, full) for size, full in pairs):
+        raise ShapeError(
+            f"{name} must broadcast to (B, L) = {tuple(x.shape[:2])}, given {tuple(shape)}"
+        )
 
 
 class TransformerEncoder(_Stack):
@@ -554,6 +581,10 @@ class TransformerEncoder(_Stack):
     "attention"`` to the inputs of the query and key projections of every attention, values
     without. Rotations act on q and k of every self-attention. Token mixers know the order, or
     do without.
+
+    With the attribute `gradient_checkpointing` set to True, a training call keeps what each block
+    is given and computes the block again in the backward pass, with the same draws: less memory
+    for a third more time.
 
     Cost: O(L·C·(C + dim_feedforward)) for each "af", and the mechanism's.
 
@@ -584,7 +615,8 @@ class TransformerEncoder(_Stack):
         positions_at: "input" or "attention".
         attention_dropout, attention_noise: see `TransformerEncoderLayer`.
         max_length: longest sequence, for mechanisms that need it and learned positions.
-        seed: determines random draws; attention i's are from seed + i.
+        seed: determines random draws; attention i's are from seed + 10,007·i, for mechanisms
+            count up from theirs, by part or by head.
         device, dtype: of parameters and buffers.
 
     Raises:
@@ -716,13 +748,13 @@ class TransformerEncoder(_Stack):
             x: (B, T, C), T ≥ 1 new tokens.
             state: of the tokens before; None at the start.
             key_mask: (B, T) bool, True = attend.
-            position_ids: (T,) or (B, T); default: counted on from the tokens before.
+            position_ids: (T,) or (B, T); default: counted on from the tokens before, in each
+                row from the largest one given for a token that is kept.
 
         Raises:
             UnsupportedError: if a mechanism has no state.
         """
-        start = 0 if state is None else state.length
-        x, call = self._start(x, Mask.of(causal=True, key_mask=key_mask), position_ids, start)
+        x, call = self._start(x, Mask.of(causal=True, key_mask=key_mask), position_ids, state)
         return self._stream(x, call, state)
 
     def step(
@@ -893,7 +925,7 @@ class TransformerDecoder(_Stack):
             state: of the tokens before and the memory; None at the start.
             key_mask: (B, T) bool, True = attend.
             memory_key_mask, memory_position_ids: as in `forward`, with a memory.
-            position_ids: (T,) or (B, T); default: counted on from the tokens before.
+            position_ids: as in `TransformerEncoder.prefill`.
 
         Raises:
             OptionError: if memory and state are both given, or none of them.
@@ -903,8 +935,7 @@ class TransformerDecoder(_Stack):
             raise OptionError("prefill takes a memory at the start, and a state to go on")
         if memory is None and not (memory_key_mask is None and memory_position_ids is None):
             raise OptionError("masks and positions of the memory are given without a memory")
-        start = 0 if state is None else state.length
-        x, call = self._start(x, Mask.of(causal=True, key_mask=key_mask), position_ids, start)
+        x, call = self._start(x, Mask.of(causal=True, key_mask=key_mask), position_ids, state)
         if memory is not None:
             other = Mask.of(key_mask=memory_key_mask)
             self._remember(call, memory, other, memory_position_ids, len(x))
@@ -940,6 +971,7 @@ class TransformerDecoder(_Stack):
                     f"{name} must be (B={rows}, S, C={self.memory_dim}), with one S for all, "
                     f"given {tuple(one.shape)}"
                 )
+            _check_key("memory_key_mask", mask, one)
         if mask.key is not None and each:
             # 0·NaN = NaN: zero gradients alone would not keep it out of the projections'
             closed = ~mask.key.expand(each[0].shape[:2])[..., None]
@@ -951,7 +983,7 @@ class TransformerDecoder(_Stack):
             raise OptionError(
                 "memory_position_ids are given to a stack that adds no positions to keys"
             )
-        call.memories, call.memory_mask = iter(each), mask
+        call.memories, call.memory_mask = each, mask
 
 
 # ---- arguments -------------------------------------------------------------------------------
@@ -974,16 +1006,20 @@ def _each(given: Mechanisms, count: int, letter: str) -> list[OneMechanism]:
     name = "mechanism" if letter == "a" else "cross_mechanism"
     if isinstance(given, Mapping):
         each: list[OneMechanism | None] = [given.get("default")] * count
+        named: dict[int, int | str] = {}
         for key, one in given.items():
             if key == "default":
                 continue
             try:
-                each[int(key)] = one
-            except (ValueError, IndexError):
+                place = range(count)[int(key) if isinstance(key, str) else key]
+            except (ValueError, IndexError, TypeError):
                 raise OptionError(
                     f'{name}: {key!r} must be "default" or a number from {-count} to '
                     f"{count - 1}: the pattern has {letter!r} {count} times"
                 ) from None
+            if place in named:
+                raise OptionError(f"{name}: {key!r} and {named[place]!r} are one attention")
+            named[place], each[place] = key, one
         found = [one for one in each if one is not None]
         if len(found) < count:
             open_ = [index for index, one in enumerate(each) if one is None]

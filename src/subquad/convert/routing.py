@@ -731,10 +731,12 @@ def _warn_dropout(module: nn.Module, mechanism: Mechanism, dropout: float) -> No
     info = module.__dict__.get("_subquad")
     if isinstance(info, Layer) and not info.shared.warned:
         info.shared.warned = True
+        why = "there are no attention weights to drop"
+        if hasattr(mechanism.config, "dropout"):
+            why = f"it drops by its own option, dropout={dropout:g}"
         warnings.warn(
             f"attention dropout {dropout:g} is not applied in layers converted to "
-            f"{mechanism.name!r}: there are no attention weights to drop. Other dropout is "
-            "unchanged. (Said once per conversion.)",
+            f"{mechanism.name!r}: {why}. Other dropout is unchanged. (Said once per conversion.)",
             UserWarning,
             stacklevel=2,
         )

@@ -701,6 +701,15 @@ def _notes(rows: tuple[ConvertedLayer, ...], strict: bool) -> Iterator[str]:
             f"generation caches keys and values in {len(keeping)} converted layers: {names} has "
             "no smaller state to continue from there"
         )
+    for spec in dict.fromkeys(row.mechanism for row in rows if row.use == "cross"):
+        found, config = resolve(spec)
+        alone = found.answers_alone_for(config)
+        if isinstance(alone, Absent):
+            yield (
+                f"cross-attention by {spec}: its answer to a query depends on the other queries of "
+                "the call or on their number, so that a decoder reads otherwise when it is fed a "
+                f"whole sequence than when it generates ({alone.reason})"
+            )
     forgets = any(row.use == "causal" and row.cache == "constant state" for row in rows)
     if strict and forgets:
         yield (

@@ -21,7 +21,6 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from subquad.kernels.block import EMPTY, SCORE_BYTES
 from subquad.kernels.linear import LOG2E
@@ -178,7 +177,7 @@ def backward(p: _Problem, lse: Tensor, out_bar: Tensor, delta: Tensor) -> tuple[
         shift = shift.masked_fill(absent, 0.0) * LOG2E
         w = p.scores(q, k, p.bound(groups)).sub_(shift).exp2_()
         if bool(absent.any()):
-            w.masked_fill_(absent, 0.0)
+            w = w.masked_fill(absent, 0.0)  # not in place: this too is differentiated
         s_bar = torch.bmm(g, v.mT).sub_(delta[here, :, None]).mul_(w)
         for bar, at, found in (
             (q_bar, q_at, torch.bmm(s_bar, k).mul_(p.scale)),
@@ -203,7 +202,6 @@ class _Grouped(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *bars: Tensor | None) -> tuple[Any, ...]:
         q, k, v, queries, keys, key, out, lse = ctx.saved_tensors
         p = _Problem(q, k, v, queries, keys, key, *ctx.options)
@@ -322,7 +320,6 @@ class _Joint(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *bars: Tensor | None) -> tuple[Any, ...]:
         q, k, v, queries, keys, key, out, lse = ctx.saved_tensors
         causal, closed, scale = ctx.options

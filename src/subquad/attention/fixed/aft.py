@@ -25,10 +25,13 @@ from subquad.attention.masks import Mask
 from subquad.errors import OptionError, ShapeError
 from subquad.kernels.aft import Rest, channel_average
 from subquad.kernels.linear import EMPTY
-from subquad.options import Config, choice_problem, flag_problem, integer_problem
+from subquad.options import Config, choice_problem, flag_problem, idle_problem, integer_problem
 from subquad.shapes import KeyMask, Keys, Queries
 
 __all__ = ["AFT", "AFTConfig", "AFTState"]
+
+READERS = {"window": ("conv", "local"), "rank": ("local", "full"), "normalise": ("conv",)}
+"""The kinds that read an option."""
 
 SPREAD = 0.02
 """Standard deviation of the biases w at the start: near AFT-simple, not the same for all keys."""
@@ -74,9 +77,8 @@ class AFTConfig(Config):
             yield "window=0 leaves nothing to normalise; use normalise=false"
         if self.rank is not None:
             yield from integer_problem("rank", self.rank, 1)
-            if self.kind in ("simple", "conv"):
-                yield f"rank={self.rank!r} factorises w of local and full, kind is {self.kind!r}"
         yield from flag_problem("normalise", self.normalise)
+        yield from idle_problem(self, "kind", [self.kind], READERS)
 
     def band(self) -> tuple[int, int] | None:
         """Keys before and after a query's own position that have a bias; None: all have one."""
@@ -431,6 +433,16 @@ class AFT(Mechanism):
         sums = PastKeys(past.top, past.mass, past.mean)
         k, v = k[:, :, old:].clone(), v[:, :, old:].clone()  # a view would hold all of them
         return out, AFTState(sums, k, v, seen + queries)
+
+    def _check_state(self, state: State | None, q: Tensor) -> None:
+        super()._check_state(state, q)
+        if isinstance(state, AFTState):
+            wanted = state.seen if self.band is None else self.band[0]
+            if state.k.shape[2] != wanted:
+                raise ShapeError(
+                    f"state must hold the last {wanted} of {state.seen} keys for "
+                    f"kind={self.config.kind}, given {state.k.shape[2]}: options must agree"
+                )
 
     def _read(self, q: Tensor, state: AFTState, scale: float) -> Tensor:
         return self._gated(q, state.past.mean)

@@ -29,6 +29,7 @@ from subquad.options import (
     Config,
     choice_problem,
     flag_problem,
+    idle_problem,
     integer_problem,
     number_problem,
 )
@@ -39,6 +40,13 @@ PRODUCTS = ("dense", "factorised_random", "dot")
 """Kinds whose logits are products of a row and a column, whose mixtures are too: what runs on the
 fused kernel, as a dot product of concatenated vectors."""
 KINDS = (*PRODUCTS, "factorised_dense", "random")
+READERS = {
+    "hidden": ("dense", "factorised_dense"),
+    "factors": ("factorised_dense",),
+    "rank": ("factorised_random",),
+    "trainable": ("random", "factorised_random"),
+}
+"""The kinds that read an option."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,9 @@ class SynthesizerConfig(Config):
     def __post_init__(self) -> None:
         kinds: Any = self.kinds
         factors: Any = self.factors
-        object.__setattr__(self, "kinds", (kinds,) if isinstance(kinds, str) else tuple(kinds))
+        if not isinstance(kinds, tuple):
+            kinds = tuple(kinds) if isinstance(kinds, list) else (kinds,)
+            object.__setattr__(self, "kinds", kinds)
         if isinstance(factors, list):
             object.__setattr__(self, "factors", tuple(factors))
         super().__post_init__()
@@ -79,7 +89,7 @@ class SynthesizerConfig(Config):
     def problems(self) -> Iterator[str]:
         for kind in self.kinds:
             yield from choice_problem("kinds", kind, KINDS)
-        if not self.kinds or len(set(self.kinds)) < len(self.kinds):
+        if not self.kinds or len(set(map(str, self.kinds))) < len(self.kinds):
             yield f"kinds={list(self.kinds)} must name at least one kind, each once"
         if self.hidden is not None:
             yield from integer_problem("hidden", self.hidden, 1)
@@ -94,6 +104,7 @@ class SynthesizerConfig(Config):
         yield from flag_problem("trainable", self.trainable)
         yield from number_problem("dropout", self.dropout, 0.0, 1.0)
         yield from number_problem("weight_noise", self.weight_noise, 0.0, 1.0)
+        yield from idle_problem(self, "kinds", self.kinds, READERS)
 
     def factors_for(self, length: int) -> tuple[int, int]:
         """(a, b) of factorised_dense for sequences of at most `length` tokens."""

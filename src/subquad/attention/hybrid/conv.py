@@ -24,6 +24,7 @@ from subquad.attention.base import (
     Info,
     Mechanism,
     State,
+    Support,
     continued,
     looking,
 )
@@ -494,6 +495,13 @@ class Conv(Mechanism):
             compact=_unless(have.compact, mixes, gaps),
             reach=reach,
         )
+
+    @classmethod
+    def answers_alone_for(cls, config: ConvConfig) -> Support:
+        """The inner mechanism's, where queries are read as they are."""
+        found, own = config.resolved()
+        cross = cls.capabilities_for(config).cross
+        return cross if isinstance(cross, Absent) else found.answers_alone_for(own)
 
     @classmethod
     def least_heads(cls, config: ConvConfig) -> int:

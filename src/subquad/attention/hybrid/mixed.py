@@ -341,11 +341,17 @@ class Mixed(Mechanism):
 
     @classmethod
     def outside_merges_for(cls, config: MixedConfig) -> Support:
+        return cls._of_all(config, "outside_merges_for")
+
+    @classmethod
+    def answers_alone_for(cls, config: MixedConfig) -> Support:
+        return cls._of_all(config, "answers_alone_for")
+
+    @classmethod
+    def _of_all(cls, config: MixedConfig, question: str) -> Support:
         parts = config.resolved()
-        support: Support = _all(
-            [found.name for found, _ in parts],
-            [found.outside_merges_for(own) for found, own in parts],
-        )
+        answers = [getattr(found, question)(own) for found, own in parts]
+        support: Support = _all([found.name for found, _ in parts], answers)
         return support
 
     @classmethod

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Support
+from subquad.attention.base import Absent, Capabilities, Cost, Info, Support, computed_again
 from subquad.attention.kernel.engine import (
     FeatureMaps,
     FunctionFeatures,
@@ -455,7 +455,7 @@ class Performer(KernelMechanism):
 
     def _count_call(self) -> None:
         every = self.config.redraw
-        if every is not None and self.training:
+        if every is not None and self.training and not computed_again():
             if self._calls and self._calls % every == 0:
                 self.redraw()
             self._calls += 1

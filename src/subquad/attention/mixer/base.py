@@ -34,7 +34,7 @@ from subquad.errors import (
 from subquad.options import format_value, integer_problem
 from subquad.shapes import KeyMask
 
-__all__ = ["Mixer", "mixer_capabilities"]
+__all__ = ["Mixer", "followed", "mixer_capabilities"]
 
 
 def mixer_capabilities(**own: Any) -> Capabilities:
@@ -146,7 +146,8 @@ class Mixer(Mechanism):
         """
         self._tokens_alone(k, v, scale)
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
-        x, joined, lead = self._checked_tokens(x, joined, 0)
+        x, joined, lead = self._checked_tokens(x, joined)
+        self._need_length(x.shape[1], 0)
         if x.shape[0] == 0:
             return x.reshape(*lead, *x.shape[1:])
         with own_precision(x):
@@ -170,9 +171,9 @@ class Mixer(Mechanism):
         """
         self._tokens_alone(k, v, scale)
         self._need("prefill", self.capabilities.state)
-        held = 0 if state is None else self._length(state)
-        x, mask, lead = self._checked_tokens(x, Mask.of(causal=True, key_mask=key_mask), held)
+        x, mask, lead = self._checked_tokens(x, Mask.of(causal=True, key_mask=key_mask))
         self._check_state(state, x)
+        self._need_length(x.shape[1], 0 if state is None else self._length(state))
         empty, key = x.shape[0] == 0, mask.key
         tokens = x.to(sums_dtype(x.dtype))
         if empty:  # what a row of zeros gives, without that row
@@ -252,9 +253,7 @@ class Mixer(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Any) -> Tensor:
         self._refuse()
 
-    def _checked_tokens(
-        self, x: Tensor, mask: Mask, held: int
-    ) -> tuple[Tensor, Mask, tuple[int, ...]]:
+    def _checked_tokens(self, x: Tensor, mask: Mask) -> tuple[Tensor, Mask, tuple[int, ...]]:
         """x (B, L, C), the mask merged likewise, and the leading dimensions."""
         own = next((t.device for t in (*self.parameters(), *self.buffers())), None)
         if own is not None and own != x.device:
@@ -271,6 +270,14 @@ class Mixer(Mechanism):
         length = x.shape[-2]
         if length == 0:
             raise ShapeError(f"x must have at least one token, given {tuple(x.shape)}")
+        for kind in MASK_KINDS:
+            if kind in mask.kinds():
+                self._need(kind, getattr(self.capabilities, kind))
+        lead = tuple(x.shape[:-2])
+        mask = mask.flatten(lead, length, length, x.device)
+        return x.reshape(-1 if lead else 1, length, x.shape[-1]), mask, lead
+
+    def _need_length(self, length: int, held: int) -> None:
         most = self.max_length if self.capabilities.max_length else None
         if most is not None and held + length > most:
             behind = f" after {held} in the state" if held else ""
@@ -278,12 +285,23 @@ class Mixer(Mechanism):
                 f"{self.name}: x has length L={length}{behind}, longer than max_length={most}; "
                 "build it with a larger max_length"
             )
-        for kind in MASK_KINDS:
-            if kind in mask.kinds():
-                self._need(kind, getattr(self.capabilities, kind))
-        lead = tuple(x.shape[:-2])
-        mask = mask.flatten(lead, length, length, x.device)
-        return x.reshape(-1 if lead else 1, length, x.shape[-1]), mask, lead
+
+
+def followed(old: Tensor, new: Tensor) -> Tensor:
+    """What a state holds of past tokens, (B, S, ·), followed by the same of a call's new ones.
+
+    Raises:
+        ShapeError: if the widths differ.
+        DtypeError: if the dtypes differ.
+    """
+    if old.shape[2] != new.shape[2]:
+        raise ShapeError(
+            f"the state holds {old.shape[2]} channels, these tokens have {new.shape[2]}: it must "
+            "be of a mixer with the same sizes and options"
+        )
+    if old.dtype != new.dtype:
+        raise DtypeError(f"the state is {old.dtype}, sums for this x are {new.dtype}")
+    return torch.cat([old, new], 1)
 
 
 def _cleared(x: Tensor, key: Tensor | None) -> Tensor:

@@ -15,8 +15,8 @@ from subquad.attention.base import Absent, Capabilities, Cost, Info, State
 from subquad.attention.exact.engine import KeyValueState
 from subquad.attention.exact.softmax import Softmax
 from subquad.attention.masks import Mask
-from subquad.attention.mixer.base import Mixer, mixer_capabilities
-from subquad.errors import OptionError
+from subquad.attention.mixer.base import Mixer, followed, mixer_capabilities
+from subquad.errors import OptionError, ShapeError
 from subquad.options import Config, choice_problem, integer_problem
 
 __all__ = ["GMLP", "GMLPConfig", "GateState"]
@@ -108,7 +108,8 @@ class GMLP(Mixer):
     its cost is quadratic.
 
     **Causal**: W is masked to its lower triangle, and so is the attention. The state holds
-    the normalised gates of all past tokens: it grows.
+    the normalised gates of all past tokens: it grows. Toeplitz products round as Fourier
+    transforms do: a later token may move the last digit of an earlier one.
 
     **Padding**: a masked token's gate is zero, so that right-padding changes nothing; W goes
     by position, so that left-padding does.
@@ -235,7 +236,7 @@ class GMLP(Mixer):
         carried, gates = self._gates(x, key)
         extra, cache = None, None
         if state is not None:
-            gates = torch.cat([state.gates.to(gates.dtype), gates], 1)
+            gates = followed(state.gates, gates)
             cache = state.attention
         if self.attention is not None:
             q, k, v = self._attention_inputs(x)
@@ -244,6 +245,12 @@ class GMLP(Mixer):
             cache = new
         out = self._gated(carried, self._spatial(gates, x.shape[1], True), extra)
         return out, GateState(gates, cache)
+
+    def _check_state(self, state: State | None, x: Tensor) -> None:
+        super()._check_state(state, x)
+        if isinstance(state, GateState) and (state.attention is None) != (self.attention is None):
+            have, lack = ("the state", "gmlp") if self.attention is None else ("gmlp", "the state")
+            raise ShapeError(f"{have} has an attention (aMLP), {lack} has none: options must agree")
 
     def _gates(self, x: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
         """Z1 and the normalised Z2, zero at masked tokens."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import Absent, Capabilities, Cost, Info, State
-from subquad.attention.mixer.base import Mixer, mixer_capabilities
+from subquad.attention.mixer.base import Mixer, followed, mixer_capabilities
 from subquad.options import Config, integer_problem
 
 __all__ = ["MLPMixer", "MLPMixerConfig", "TokenState"]
@@ -171,12 +171,12 @@ class MLPMixer(Mixer):
         self, x: Tensor, state: TokenState | None, key: Tensor | None
     ) -> tuple[Tensor, State]:
         w1, b1, w2, b2 = self._weights(x.dtype)
-        tokens = x if state is None else torch.cat([state.tokens.to(x.dtype), x], 1)
+        tokens = x if state is None else followed(state.tokens, x)
         stop = tokens.shape[1]
         start = stop - x.shape[1]
         units = F.gelu(w1[start:stop, :stop].tril(start) @ tokens + b1[start:stop])
         if state is not None:
-            units = torch.cat([state.units.to(x.dtype), units], 1)
+            units = followed(state.units, units)
         out = w2[start:stop, :stop].tril(start) @ units + b2[start:stop]
         return out, TokenState(tokens, units)
 

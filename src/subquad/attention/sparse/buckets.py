@@ -113,6 +113,11 @@ class Chunks:
         width = int(used[-1]) + 1 if len(used) else 1
         return replace(self, table=self.table[..., :width])
 
+    def of_owner(self, rows: Tensor) -> Tensor:
+        """(B, H, G, ·): for each chunk the row of rows (B, H, count, ·) that its bucket has."""
+        at = self.owner.clamp_min(0)[..., None].expand(-1, -1, -1, rows.shape[-1])
+        return rows.gather(2, at).masked_fill((self.owner < 0)[..., None], -1)
+
     def around(self, before: int, after: int) -> Tensor:
         """(B, H, G, C·(before + 1 + after)): each chunk's own tokens and its neighbours'."""
         pad = max(before, after)
@@ -203,9 +208,10 @@ def bucket_groups(
             (`BucketState`): they count in the ranks. For causal attention.
 
     Returns:
-        queries (B, H or n·H, G, C) and keys (B, H or n·H, G, C·(before + 1 + after)),
-        positions with −1 = none. A query is in one group or, where it has nothing to read, in
-        none; with `reads`, queries of one chunk may fill several groups.
+        queries (B, H or n·H, G, C′) and keys (B, H or n·H, G, C″·(before + 1 + after)),
+        positions with −1 = none; C′ and C″ are C, or less where no chunk is full. A query is in
+        one group or, where it has nothing to read, in none; with `reads`, queries of one chunk
+        may fill several groups.
 
     Example:
         >>> bucket = torch.tensor([[[0, 1, 0, 0, 1, -1, 0]]])
@@ -215,15 +221,14 @@ def bucket_groups(
         >>> keys[0, 0].tolist()
         [[-1, -1, 0, 2], [0, 2, 3, 6], [-1, -1, 1, 4]]
     """
-    chunks = cut(bucket, count, size, seen)
+    chunks = cut(bucket, count, size, seen).trimmed()
     keys = chunks.around(before, after)
     if reads is None:
         return chunks.table, keys
     number, _ = chunk_read(bucket, count, size, chunks, reads, seen)
-    mine = cut(number, chunks.table.shape[2], size)
+    mine = cut(number, chunks.table.shape[2], size).trimmed()
     keys = keys.repeat_interleave(reads.shape[1] // bucket.shape[1], 1)
-    at = mine.owner.clamp_min(0)[..., None].expand(-1, -1, -1, keys.shape[-1])
-    return mine.table, keys.gather(2, at).masked_fill((mine.owner < 0)[..., None], -1)
+    return mine.table, mine.of_owner(keys)
 
 
 def chunk_read(

@@ -41,7 +41,7 @@ from subquad.attention.masks import Mask
 from subquad.attention.sparse.buckets import BucketState, bucket_groups, cut
 from subquad.attention.summary.kmeans import nearest, sums
 from subquad.attention.summary.mass import open_queries, open_tokens, take
-from subquad.errors import CalibrationError, OptionError, ShapeError
+from subquad.errors import CalibrationError, OptionError, ShapeError, UnsupportedError
 from subquad.features.draws import draw_projection
 from subquad.features.landmarks import kmeans_anchors
 from subquad.features.sphere import unit
@@ -79,7 +79,8 @@ class RoutingConfig(Config):
             members of the nearest cluster) or "zeros".
         decay: of the moving average in training; 1 holds the centroids fixed.
         start: centroids are directions drawn from the seed ("draw") or come from data ("data"),
-            by `calibrate` or from the first training call.
+            by `calibrate` or from the first training call, all of its tokens: that one call's
+            choices know of later ones.
         commitment: factor of the loss that `Routing.penalty` returns.
     """
 
@@ -425,9 +426,13 @@ class Routing(Mechanism):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the centroids by what training calls have gathered since the last time."""
+        """Moves the centroids by what training calls have gathered since the last time.
+
+        One that got no token keeps its place, nor does it follow sums that are not finite: a step
+        that overflowed is skipped by its optimizer too.
+        """
         moved = self.config.decay * self.centroids + (1 - self.config.decay) * unit(self.pending)
-        got = self.pending.any(-1, keepdim=True)
+        got = (self.pending.any(-1) & self.pending.isfinite().all(-1))[..., None]
         self.centroids.copy_(torch.where(got, unit(moved), self.centroids))
         self.pending.zero_()
 
@@ -440,7 +445,8 @@ class Routing(Mechanism):
         """commitment·mean |x_i − μ_c(i)|²/D over the open tokens of the last training call.
 
         The loss of routing-transformer: it pulls queries and keys towards their centroids, which
-        are held fixed in it. Zero without `commitment` or before a training call.
+        are held fixed in it. Zero without `commitment` or before a training call. A training call
+        within checkpoint(use_reentrant=True) is refused, for its loss would have no gradient.
         """
         return self.centroids.new_zeros(()) if self._loss is None else self._loss
 
@@ -448,18 +454,25 @@ class Routing(Mechanism):
         """A training call: its sums by cluster, the `first` time it is computed, and its loss."""
         far, total = self.centroids.new_zeros(()), self.centroids.new_zeros(())
         for x, opened in tokens:
-            weight = opened[:, None, :, None].to(x.dtype)
+            closed = ~opened[:, None, :, None]
             cluster = self._nearest(x.detach())
             if first:
-                found = sums(x.detach() * weight, cluster, self.config.clusters)
+                found = sums(x.detach().masked_fill(closed, 0.0), cluster, self.config.clusters)
                 self.pending += found.sum(0)
             if self.config.commitment:
                 near = take(self.centroids.to(x.dtype).expand(len(x), -1, -1, -1), cluster)
-                far = far + ((x - near) * weight).square().sum()
+                far = far + (x - near).masked_fill(closed, 0.0).square().sum()
                 total = total + opened.sum() * x.shape[1] * self.head_dim
         if self.config.commitment:  # a checkpoint saves as many tensors when it computes again
             loss = self.config.commitment * far / total.clamp_min(1.0)
-            self._loss = loss if first else self._loss
+            if first:
+                self._loss = loss
+            elif loss.requires_grad and not self.penalty().requires_grad:
+                raise UnsupportedError(
+                    self.name, "commitment within checkpoint(use_reentrant=True)",
+                    "it computes first without a graph, which would leave the loss without a "
+                    "gradient; pass use_reentrant=False",
+                )  # fmt: skip
 
     # ---- clusters ------------------------------------------------------------------------
 
@@ -578,8 +591,7 @@ class Routing(Mechanism):
         count, size = queries.shape[2:]
         away = self._nearest(x).clamp_max(count - 1).masked_fill(inside, -1)
         chunks = cut(away, count, size)
-        at = chunks.owner.clamp_min(0)[..., None].expand(-1, -1, -1, keys.shape[-1])
-        read = keys.gather(2, at).masked_fill((chunks.owner < 0)[..., None], -1)
+        read = chunks.of_owner(keys)
         return torch.cat([queries, chunks.table], 2), torch.cat([keys, read], 2)
 
     def _chunks(

@@ -84,6 +84,8 @@ class SinkhornConfig(Config):
         for name in ("hard", "sortcut"):
             if getattr(self, name) is True and self.top is None:
                 yield f"{name}=true needs a number of sorted blocks: top=none mixes all of them"
+        if self.sortcut is True and self.iterations != type(self).iterations:
+            yield f"iterations={self.iterations} has no meaning with sortcut=true: one row, alone"
         if self.hard is True and self.sortcut is True:
             yield "hard=true and sortcut=true exclude each other: blocks would be read twice"
 
@@ -94,7 +96,8 @@ def _flops(length: int, head_dim: int, value_dim: int, config: SinkhornConfig) -
     if config.sortcut:
         return read + 2.0 * blocks * head_dim
     mixed = 0.0 if config.top else 2.0 * length * blocks * (head_dim + value_dim)
-    return read + mixed + blocks**2 * (2.0 * head_dim + SORT_COST * (config.iterations + 1))
+    turns = config.iterations + (config.top or 1)
+    return read + mixed + blocks**2 * (2.0 * head_dim + SORT_COST * turns)
 
 
 def _memory(length: int, head_dim: int, value_dim: int, config: SinkhornConfig) -> float:
@@ -102,7 +105,7 @@ def _memory(length: int, head_dim: int, value_dim: int, config: SinkhornConfig) 
     copies = 2 * config.top if config.top and not config.sortcut else 1
     blocks = -(-length // config.block)
     rows = length * (copies * (head_dim + value_dim) + 3.0 * value_dim)
-    return 4.0 * (rows + (0 if config.sortcut else 4.0 * blocks**2))
+    return 4.0 * (rows + (0 if config.sortcut else (3.0 + (config.top or 1)) * blocks**2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,8 +167,8 @@ class Sinkhorn(Mechanism):
     positions are aligned to the end, and rows are normalised alone: a permutation needs as many
     blocks of queries as of keys. No length has to be a multiple of C.
 
-    Cost O(L·n·C·(D+V)) for reading and O((L/C)²·(D + iterations)) for sorting; a mixture costs
-    O(L²/C·(D+V)) in place of the latter. Memory O(L·n·(D+V) + (L/C)²), with gradients too.
+    Cost O(L·n·C·(D+V)) for reading and O((L/C)²·(D + iterations + n)) for sorting; a mixture
+    adds O(L²/C·(D+V)). Memory O(L·n·(D+V) + n·(L/C)²), with gradients too.
 
     Untrained it approximates nothing: means of blocks differ little, so that all p are small and
     what is sorted in is faint (``hard=true``: arbitrary).
@@ -203,7 +206,7 @@ class Sinkhorn(Mechanism):
         formula="out_i = softmax(scale·q_i·[K_u, p_1 K_s(1), …]) [V_u, p_1 V_s(1), …],  s the top "
         "n of row u of P = S((R + ε)/τ),  R_uw = scale·q̄_u·k̄_w,  S = rows and columns "
         "normalised in turn",
-        cost=Cost("O(L·n·C·(D+V) + (L/C)²·(D+iterations))", _flops, _memory),
+        cost=Cost("O(L·n·C·(D+V) + (L/C)²·(D+iterations+n))", _flops, _memory),
         paper="Tay et al. 2020, Sparse Sinkhorn Attention, arXiv 2002.11296, section 3",
         limit="block ≥ L, or hard=true with top ≥ L/C − 1: softmax",
         options={
@@ -390,7 +393,7 @@ class Sinkhorn(Mechanism):
     ) -> tuple[Tensor, State]:
         past = KeyValueState.extend(None if state is None else state.past, k, v, key_mask)
         self._check_length(past.k.shape[2])
-        opened = open_tokens(key_mask, len(q), q.shape[2], q.device)
+        opened = open_queries(Mask(key=key_mask), q, k.shape[2])
         return self._causal(q, past, opened, state, scale)
 
     def _causal(

@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, own_precision
+from subquad.attention.base import (
+    Absent,
+    Capabilities,
+    Cost,
+    Info,
+    Mechanism,
+    Support,
+    own_precision,
+)
 from subquad.attention.exact.engine import clear, sums_dtype
 from subquad.attention.masks import Mask
 from subquad.attention.summary.engine import summary_attention
@@ -105,7 +113,6 @@ class Linformer(Mechanism):
 
     name = "linformer"
     family = "summary"
-    queries_alone = True
     Config = LinformerConfig
     config: LinformerConfig
     key_projection: nn.Parameter | None
@@ -179,6 +186,10 @@ class Linformer(Mechanism):
             ),
             deterministic=drops if config.dropout else True,
         )
+
+    @classmethod
+    def answers_alone_for(cls, config: LinformerConfig) -> Support:
+        return True  # summaries are of keys alone, though there is no state of them
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -252,12 +252,13 @@ class _Read(torch.autograd.Function):
                 t[at].detach().requires_grad_(need)
                 for t, at, need in zip(tensors, pieces, needed, strict=True)
             ]
-            with torch.enable_grad():
-                out, _ = _rows(fixed.heads(heads), heads, blocks, *parts)
             wanted = [index for index, need in enumerate(needed) if need]
-            found = torch.autograd.grad(
-                out, [parts[n] for n in wanted], out_bar[heads, blocks], allow_unused=True
-            )
+            # backward() may run inside autocast
+            with torch.enable_grad(), torch.autocast(out_bar.device.type, enabled=False):
+                out, _ = _rows(fixed.heads(heads), heads, blocks, *parts)
+                found = torch.autograd.grad(
+                    out, [parts[n] for n in wanted], out_bar[heads, blocks], allow_unused=True
+                )
             for index, bar in zip(wanted, found, strict=True):
                 total = bars[index]
                 if bar is not None and total is not None:
