@@ -14,7 +14,7 @@ import transformers as tf
 
 import subquad as sq
 from subquad.errors import OptionError
-from subquad.training import distill, texts
+from subquad.training import distill, student, texts
 from subquad.training.transfer import Transfer, mechanism_parameters
 
 VOCAB, WIDTH = 53, 24
@@ -319,6 +319,13 @@ def test_the_default_rate_does_no_harm_to_a_nearly_exact_model(method):
     report = sq.recover(model, rows(32), method=method, steps=12, batch=4)
     assert report.before["cosine"] > 0.99
     assert not report.notes and report.after["cosine"] >= report.before["cosine"]
+
+
+def test_the_default_rate_of_a_model_that_agrees_but_for_rounding(monkeypatch):
+    # A divergence of nothing is computed as p·(log p − log q), which rounds to either side of 0.
+    monkeypatch.setattr(distill.Distillation, "__call__", lambda *_: torch.tensor(-1e-9))
+    objective = distill.Distillation(encoder("softmax"), object(), "logits")
+    assert student._rate("full", objective, {}) > 0
 
 
 # ---- how runs go -------------------------------------------------------------------------

@@ -85,10 +85,11 @@ def _rate(stage: str, objective: Distillation, sample: Example) -> float:
     """A learning rate whose first steps are shorter than the way to go.
 
     A step of Adam moves every weight by the rate, and hidden states by a multiple of it; their
-    distance to the exact ones is √loss. (KL is half a squared distance to first order.)
+    distance to the exact ones is √loss. (KL is half a squared distance to first order, and by
+    rounding a little below zero where both agree.)
     """
     at_one, most = _RATES[stage]
-    loss = 1.0 if objective.teacher is None else float(objective(sample))
+    loss = 1.0 if objective.teacher is None else max(0.0, float(objective(sample)))
     return max(1e-3 * most, min(most, at_one * math.sqrt(loss)))
 
 
