@@ -144,7 +144,8 @@ class AFT(Mechanism):
       (Hkv, max_length, left+1+right). A constant state.
     - full: learned for all pairs; `weight` (Hkv, max_length, max_length). A growing state.
 
-    With `rank` local and full have w_ij = `rows`_i · `columns`_j, (Hkv, max_length, rank) each.
+    With `rank` local and full have w_ij = u_i·c_j, with `rows` u and `columns` c, both (Hkv,
+    max_length, rank).
     Outside of the window w is 0, not −∞: every key is read. Where L ≠ S the last query stands
     beside the last key; the longer of the two fills positions 0, 1, …
 
