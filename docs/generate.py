@@ -136,7 +136,7 @@ def page(docs, name):
         drawn = (
             "The attention matrix that the mechanism implies (`mech.weights`) on one sample "
             "sequence, untrained, beside softmax on the same queries and keys; below, causal."
-            if info.capabilities.weights
+            if sq.describe(about.sample or name).capabilities.weights
             else f"{by_channel} on one sample sequence, untrained, beside softmax; below, causal."
             if info.capabilities.qkv
             else "How much each token of the output moves with each token of one sample sequence "
