@@ -718,6 +718,7 @@ FLOORS = (
     Floor(True, False, 8192, 3.0, LOCAL_PEER, f"local(window={WINDOW})"),
     Floor(True, False, 8192, 5.0, SDPA, f"local(window={WINDOW})"),
     Floor(True, False, 16384, 3.0, SDPA, "reformer"),
+    Floor(True, False, 16384, 3.0, SDPA, "routing"),
 )
 """What the project promises on one thread; of `performer` with M=128."""
 
