@@ -29,6 +29,7 @@ def test_a_mixer_shows_who_moves_whom():
     causal = page.axes[3]  # two rows of softmax and the mixer
     assert "influence" in causal.get_title() and "causal" in causal.get_title()
     shares = np.square(causal.images[0].get_array())
+    # The picture holds roots of 48 float32 shares: squared and summed, (48 + 2)·6e-8 = 3e-6.
     assert np.allclose(shares.sum(1), 1.0, atol=1e-5) and not np.triu(shares, 1).any()
 
 

@@ -193,6 +193,7 @@ class _Residual(nn.Module):
         return normalise(self.norm, x + self.dropout(self.inner(x, call)), keep)
 
     def inner(self, x: Tensor, call: _Call) -> Tensor:
+        """What the block adds to x (B, L, C); each kind of block has its own."""
         raise NotImplementedError
 
 
