@@ -51,6 +51,15 @@ def _broken(right: Contender, call, name: str) -> Contender:
     return dataclasses.replace(right, call=call, name=name, check_length=37)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_mechanism_can_be_checked(found, causal):
+    for contender in found.values():
+        if contender.name in speed.PEERS or (causal and contender.causal):
+            continue
+        result = speed.check(dataclasses.replace(contender, check_length=41), SIZES, causal)
+        assert result.ok, f"{contender.name}: {result}"
+
+
 def test_a_wrong_mechanism_shows_no_speed(found):
     right = dataclasses.replace(found["performer"], check_length=37)
 

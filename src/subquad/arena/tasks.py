@@ -265,19 +265,18 @@ def _because(why: str, *tasks: str) -> dict[str, str]:
 
 _BLUNT = _because(
     "a fixed number of positive features: weights too blunt to single out one token of many",
-    "copy", "fetch", "recall",
-)  # fmt: skip
+    "fetch",
+)
 _HOPS = _because(
     "most tokens are two hops away, and the one between does not know the query",
     "fetch", "recall",
 )  # fmt: skip
-_MEANS = _because(
-    "tokens of one summary are told apart by nothing", "near", "copy", "fetch", "recall"
-)
 _ROUTED = _because(
     "a query reads what is routed to its own group: it finds its like, or what training has "
-    "put there", "count", "copy", "fetch", "recall",
-)  # fmt: skip
+    "put there",
+    "copy",
+    "fetch",
+)
 _POSITIONS = _because(
     "weights over positions are fixed once trained: the content of a token chooses nothing",
     "fetch", "recall",
@@ -302,20 +301,15 @@ REASONS: dict[str, dict[str, str]] = {
     "global": _because("a token reads itself and global tokens alone", "near")
     | _because("what it reads passes through a few global tokens", "copy", "fetch", "recall"),
     "routing": _ROUTED,
-    "reformer": _ROUTED,
-    "sinkhorn": _because(
-        "one sorted block serves all queries of a block", "count", "fetch", "recall"
-    ),
-    "linformer": _because("fewer rows than tokens, for all positions at once", "near", "copy")
-    | _because("rows are mixed before the content is seen", "recall"),
-    "compressed": _MEANS,
+    "reformer": _ROUTED | _because("a group holds its like: no query sees them all", "count"),
+    "sinkhorn": _because("one sorted block serves all queries of a block", "fetch"),
+    "linformer": _because("rows are mixed before the content is seen", "recall"),
     "nystrom": _because(
         "all weights pass through means of landmarks", "near", "copy", "fetch", "recall"
     ),
     "sampled": _because(
         "one sample of keys serves all queries", "near", "copy", "fetch", "recall"
     ),
-    "key_clusters": _MEANS,
     "fnet": _because("the transform over positions is fixed: no distance can be learned", "near")
     | _POSITIONS,
     "gmlp": _POSITIONS,
@@ -323,7 +317,7 @@ REASONS: dict[str, dict[str, str]] = {
     "synthesizer": _because("weights read the query alone: keys are not compared", "recall"),
     "synthesizer(kinds=random)": _POSITIONS,
     "aft": _because(
-        "weights are the key's alone, the query only gates", "near", "copy", "fetch", "recall"
+        "weights are the key's alone, the query only gates", "copy", "fetch", "recall"
     ),
     "aft(kind=full)": _because(
         "weights are of positions and keys, the query only gates", "fetch", "recall"
