@@ -202,6 +202,30 @@ def state_operations(spec):
     assert moved.nbytes == state.nbytes == sum(t.nbytes for t in state.tensors().values())
 
 
+def reading(spec):
+    """Law 3 for cross-attention: queries that read a state are answered as in one call, in any
+    split; those before are not changed by those behind. The state that is read stays as it is.
+    """
+    mech = make(spec)
+    q, k, v = inputs(17, 71, spec=spec)
+    mask = key_mask(2, 71)
+    whole = mech(q, k, v, key_mask=mask)
+    _, filled = mech.prefill(q[:, :, :1], k, v, key_mask=mask)
+    before = filled.clone()
+    for pieces in ([17], [1, 5, 11]):
+        state, parts = filled, []
+        for piece in q.split(pieces, 2):
+            out, state = mech.step(piece, None, None, state)
+            parts.append(out)
+        close(torch.cat(parts, 2), whole)
+        assert state.nbytes == filled.nbytes
+    for name, tensor in before.tensors().items():
+        assert torch.equal(tensor, filled.tensors()[name]), "a step changed its input"
+    changed = q.clone()
+    changed[:, :, 11:] += 1.0
+    close(mech(changed, k, v, key_mask=mask)[:, :, :11], whole[:, :, :11])
+
+
 def junk(spec):
     """Law 4a: what masked keys contain never matters, in output or gradient."""
     mech = make(spec)

@@ -54,6 +54,45 @@ def ref_additive(mech, q, k, v, *, allowed, scale=1.0, bias=None):
     return weighted_mean(logits if bias is None else logits + bias.double(), v, allowed)
 
 
+def ref_location(mech, q, k, v, *, allowed, scale=1.0, bias=None):
+    """softmax(scale·wᵀ tanh(W_q q_t + W_k k_j + U f_tj + b)) v with f_tj = Σ_r F_r α_{t−1, j+r}.
+
+    Query after query, Chorowski et al. 2015, eq. 8 and 9; α_0 = 0 and zeros
+    beyond both ends.
+    """
+    groups, side = q.shape[1] // k.shape[1], mech.config.kernel // 2
+    q, k, v = per_head(q, k, v)
+    w_q, w_k, b, w, filters, u = (
+        parameter.double().repeat_interleave(groups, 0)
+        for parameter in (
+            mech.query_weight, mech.key_weight, mech.bias, mech.score_weight,
+            mech.filter_weight, mech.location_weight,
+        )
+    )  # fmt: skip
+    keys, outputs = k.shape[2], []
+    shift = torch.stack(
+        [torch.eye(2 * side + keys, dtype=torch.float64)[r : r + keys] for r in range(2 * side + 1)]
+    )[:, :, side : side + keys]  # 1 where i = j + r
+    before = torch.zeros(*q.shape[:2], keys, dtype=torch.float64)
+    one_hot = torch.eye(keys, dtype=torch.float64).expand(*q.shape[:2], -1, -1)
+    allowed = allowed.expand(*q.shape[:3], keys)
+    for t in range(q.shape[2]):
+        seen = torch.einsum("hfr,rji,bhi->bhjf", filters, shift, before)
+        units = torch.tanh(
+            torch.einsum("hud,bhd->bhu", w_q, q[:, :, t])[:, :, None]
+            + torch.einsum("hud,bhjd->bhju", w_k, k)
+            + torch.einsum("huf,bhjf->bhju", u, seen)
+            + b[:, None]
+        )
+        logits = scale * torch.einsum("hu,bhju->bhj", w, units)[:, :, None]
+        if bias is not None:
+            logits = logits + bias.double().expand(*q.shape[:3], keys)[:, :, t : t + 1]
+        now = weighted_mean(logits, one_hot, allowed[:, :, t : t + 1])
+        outputs.append(now @ v)
+        before = before + now[:, :, 0] if mech.config.cumulative else now[:, :, 0]
+    return torch.cat(outputs, 2)
+
+
 def ref_performer(mech, q, k, v, *, allowed, scale, logarithms=False):
     """Random-feature attention with every φ materialised; see `subquad...performer`.
 

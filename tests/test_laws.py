@@ -7,6 +7,7 @@ import laws
 import subquad as sq
 from variants import (
     all_variants,
+    answers_alone,
     capabilities,
     inputs,
     make,
@@ -52,6 +53,14 @@ def test_causality(spec):
 @pytest.mark.parametrize("spec", with_capability("state"))
 def test_streaming(spec):
     laws.streaming(spec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [spec for spec in with_capability("state", "read", "cross") if answers_alone(spec)],
+)
+def test_reading(spec):
+    laws.reading(spec)
 
 
 @pytest.mark.parametrize("spec", with_capability("state"))

@@ -21,6 +21,10 @@ VARIANTS = {
         "performer(features=14, estimator=trig, learned=true)",
         "performer(features=12, estimator=hyperbolic, learned=true)",
     ],
+    "location": [
+        "location(filters=3, kernel=5)",
+        "location(filters=2, kernel=7, hidden=4, cumulative=true)",
+    ],
     "local": [
         "local(window=5)",
         "local(window=[7, 2], dilation=3)",
@@ -240,6 +244,12 @@ def capabilities(spec):
     """Capabilities of a variant."""
     found, config = registry.resolve(spec)
     return found.capabilities_for(config)
+
+
+def answers_alone(spec):
+    """Whether no query of a variant's call changes an earlier one's answer."""
+    found, config = registry.resolve(spec)
+    return found.answers_alone_for(config)
 
 
 def with_capability(*names):

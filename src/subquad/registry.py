@@ -31,6 +31,7 @@ __all__ = [
 MECHANISMS: dict[str, str] = {
     "softmax": "subquad.attention.exact.softmax:Softmax",
     "additive": "subquad.attention.exact.additive:Additive",
+    "location": "subquad.attention.exact.location:Location",
     "performer": "subquad.attention.kernel.performer:Performer",
     "kernel_nystrom": "subquad.attention.kernel.nystrom:KernelNystrom",
     "linear": "subquad.attention.kernel.linear:Linear",

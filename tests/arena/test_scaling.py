@@ -26,7 +26,7 @@ def test_time_and_memory_grow_as_declared(name):
 def test_every_mechanism_that_claims_less_than_exact_attention_is_measured():
     names = {parse_spec(spec).name for spec in scaling.candidates()}
     assert "performer" in names and "local" in names
-    assert set(sq.mechanisms()) - names == {"softmax", "additive", "synthesizer"}
+    assert set(sq.mechanisms()) - names == {"softmax", "additive", "location", "synthesizer"}
 
 
 @pytest.mark.parametrize("name", scaling.INSTEAD)

@@ -658,12 +658,13 @@ def test_wrong_calls_say_what_is_wrong():
 SEEING = (
     "kernel_nystrom", "nystrom", "sampled", "clustered", "key_clusters", "near_far", "routing",
     "sinkhorn", "local", "strided", "global", "bigbird", "performer(gauge=centre)",
-    "mixed(softmax, local)",
+    "mixed(softmax, local)", "strided(reach=none)",
 )  # fmt: skip
 LATER = [name for name in sq.mechanisms(cross=True) if name != "mixed"]
 
 
 MORE = ("performer(gauge=centre)", "mixed(softmax, linformer)", "mixed(softmax, local)")
+MORE += ("strided(reach=none)", "mixed(location, softmax)", "location(cumulative=true)")
 
 
 @pytest.mark.parametrize("cross", [*LATER, *MORE])
@@ -687,6 +688,162 @@ def test_no_cross_attention_shows_a_causal_decoder_its_future(cross):
     assert (later[:, -5:] - whole[:, -5:]).abs().max() > 1e-3
     streamed, _ = chunked(lambda piece: stack.prefill(piece, memory), stack.step, x, (3, 1, 16))
     close(streamed, whole, 4 * 200, "streamed")
+
+
+# ---- weights of the cross-attentions --------------------------------------------------------
+
+RECORDED = [
+    "softmax", "additive", PERFORMER, "linear", "near_far(window=2, sinks=1, far=performer)",
+    "linformer", "mixed(softmax, performer)", "location(kernel=5)",
+    "performer(features=8, redraw=1)",
+]  # fmt: skip
+
+
+MOVING = ["location(kernel=5)", "location(kernel=3, cumulative=true)", "mixed(location, softmax)"]
+"""Here a state notes where queries have looked."""
+
+
+def weights_by_hand(block, x, memory, keep):
+    """The weights of a cross-attention as the outputs for one-hot values, key after key."""
+    attn = block.attention
+    q, k, _ = attn.project(x, memory, memory)
+    columns = []
+    for j in range(memory.shape[1]):
+        v = torch.zeros_like(k[..., :1]).index_fill(2, torch.tensor(j), 1.0)
+        columns.append(attn.mechanism(q, k, v.expand_as(k), key_mask=keep, scale=attn.scale))
+    return torch.stack([column[..., 0] for column in columns], -1)
+
+
+@pytest.mark.parametrize("cross", RECORDED)
+def test_recorded_weights_are_those_that_are_applied(cross):
+    alone = "near_far" not in cross  # who looks at all queries cannot be asked causally
+    stack = decoder("acffc", cross_mechanism=cross, max_length=S, positions="sinusoidal").eval()
+    x, memory, keep = tokens(), tokens(S, 3).requires_grad_(), kept(S)
+    calls = {"memory_key_mask": keep, "causal": alone}
+    record = ["what was there stays"]
+    out = stack(x, memory, record=record, **calls)
+    assert torch.equal(out, stack(x, memory, **calls)), "looking changes nothing"
+    assert record.pop(0) == "what was there stays" and len(record) == 2
+    hidden = stack.hidden_states(x, memory, **calls, record=(again := []))
+    assert torch.equal(hidden[-1], out) and all(map(torch.equal, again, record))
+    closed = memory.masked_fill(~keep[..., None], 0)
+    for weights, block, at in zip(record, (stack.blocks[1], stack.blocks[4]), (0, 3), strict=True):
+        assert weights.shape == (N, H, L, S)
+        wanted = weights_by_hand(block, hidden[at], closed, keep)
+        # features' exponents round by |log φ| ≤ 30, see test_whole_is_chunked
+        close(weights, wanted, 200)
+        assert not weights[~keep[:, None, None].expand_as(weights)].any(), "closed where masked"
+        if cross != "linformer":  # its values are projected by numbers that sum to anything
+            close(weights.sum(-1), torch.ones(N, H, L, dtype=torch.float64), 200)
+    # gradients of both losses reach the memory through q and k
+    found = torch.autograd.grad(record[1].square().sum(), memory)[0]
+    assert found[keep].abs().sum(-1).min() > 0 and not found[~keep].any()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    "cross", ["softmax", "additive", PERFORMER, "linear", "linformer", *MOVING]
+)
+def test_weights_are_recorded_step_by_step(cross, residual):
+    if residual and cross in ("additive", "linear", *MOVING):
+        pytest.skip("their scores do not add")
+    options = {"cross_mechanism": cross, "residual_attention": residual, "max_length": S}
+    stack = decoder("acfacf", **options).eval()
+    x, memory, keep = tokens(), tokens(S, 3), kept(S)
+    whole = []
+    wanted = stack(x, memory, memory_key_mask=keep, record=whole)
+    plain, bare = stack.prefill(x[:, :3], memory, memory_key_mask=keep)
+    first = []
+    out, state = stack.prefill(x[:, :3], memory, memory_key_mask=keep, record=first)
+    assert torch.equal(out, plain)
+    turned = state.repeat(2).select([3, 1])  # rows 1 and 0
+    rest, _ = stack.step(x[[1, 0], 3:], turned, record=(second := []))
+    close(torch.cat([out, rest[[1, 0]]], 1), wanted, 4 * 200)
+    for one, two, together in zip(first, second, whole, strict=True):
+        close(torch.cat([one, two[[1, 0]]], 2), together, 4 * 200)
+    if cross in (PERFORMER, "linear"):
+        assert bare.nbytes < state.nbytes, "keys are kept for those who ask alone"
+        with pytest.raises(sq.OptionError, match="has forgotten the memory's keys"):
+            stack.step(x[:, 3:], bare, record=[])
+
+
+def test_a_guided_loss_trains_through_checkpoints_and_dropout():
+    """The recorded matrix is free of dropout, and a loss of it may be computed in blocks."""
+    options = {"dropout": 0.3, "mechanism": "softmax(dropout=0.4, weight_noise=0.3)"}
+    one, memory, x = decoder("acfac", **options), tokens(S, 3), tokens()
+    two = copy.deepcopy(one)
+    two.gradient_checkpointing = True
+    found = []
+    for stack in (one, two):
+        torch.manual_seed(0)
+        out = stack(x, memory, record=(record := []))
+        close(record[0].sum(-1), torch.ones(N, H, L, dtype=torch.float64), FORWARD, "rows")
+        loss = out.square().sum() + sum((r - 0.1).square().sum() for r in record)
+        found.append(gradients(stack, loss, []))
+        assert stack.blocks[1].attention.mechanism.training
+    for name, gradient in found[0].items():
+        close(found[1][name], gradient, FORWARD, name)
+
+
+def test_weights_that_there_are_not():
+    stack, x, memory = decoder("acf", cross_mechanism="aft"), tokens(), tokens(S)
+    with pytest.raises(sq.UnsupportedError, match="'aft' does not support weights") as caught:
+        stack(x, memory, record=[])
+    assert {"softmax", "performer"} <= set(caught.value.alternatives)
+    with pytest.raises(sq.OptionError, match="record must be a list to append to, given tuple"):
+        stack(x, memory, record=())
+    with pytest.raises(sq.OptionError, match="record must be a list"):
+        stack.prefill(x, memory, record=True)
+    both = decoder("acf", cross_mechanism="mixed(location, performer)")
+    both(x, memory, record=[])
+    with pytest.raises(sq.UnsupportedError, match="record in prefill and step"):
+        both.prefill(x, memory, record=[])
+    mech = sq.build("performer", head_dim=4, num_heads=2)
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+    state = mech.prefill(q, k, v)[1]
+    with pytest.raises(sq.UnsupportedError, match="holds no keys: give them as k"):
+        mech.weights(q, state=state)
+    with pytest.raises(sq.ShapeError, match="weights takes keys k, or a state"):
+        mech.weights(q, k, state=state)
+    with pytest.raises(sq.ShapeError, match="weights of a state takes no mask"):
+        mech.weights(q, state=state, causal=True)
+
+
+# ---- feed-forward of 1×1 convolutions -------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+def test_convolutions_of_size_one_are_linear_maps(activation):
+    linear = decoder("acfacf", activation=activation)
+    conv = decoder("acfacf", activation=activation, feed_forward="conv")
+    assert isinstance(conv.blocks[2].feed_forward.linear1, nn.Conv1d)
+    rows = HIDDEN * (1 + (activation == "geglu"))
+    assert conv.blocks[2].feed_forward.linear1.weight.shape == (rows, C, 1)
+    conv.load_state_dict(linear.state_dict())
+    x, memory = tokens().requires_grad_(), tokens(S, 3)
+    wanted, got = linear(x, memory), conv(x, memory)
+    close(got, wanted, 2 * FORWARD)
+    truth, found = gradients(linear, wanted, [x]), gradients(conv, got, [x])
+    for name, gradient in truth.items():
+        close(found[name].reshape(gradient.shape), gradient, 2 * BACKWARD, name)
+    back = decoder("acfacf", activation=activation)
+    back.load_state_dict(conv.state_dict())
+    assert all(map(torch.equal, back.state_dict().values(), linear.state_dict().values()))
+    network = FeedForward(C, HIDDEN, activation, kind="conv", dtype=torch.float64)
+    for shape in ((C,), (5, C), (2, 3, 5, C)):
+        assert network(torch.randn(shape, dtype=torch.float64)).shape == shape
+
+
+def test_torchs_weights_load_into_convolutions():
+    layer = nn.TransformerEncoderLayer(C, H, HIDDEN, 0.0, batch_first=True, dtype=torch.float64)
+    theirs = shuffled(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    ours = sq.TransformerEncoder(
+        C, H, 2, HIDDEN, 0.0, feed_forward="conv", mechanism="softmax", dtype=torch.float64
+    )
+    ours.load_torch(theirs.state_dict())
+    close(ours(tokens()), theirs(tokens()), 2 * FORWARD)
+    with pytest.raises(sq.OptionError, match=r"feed_forward='convo' is none of .*'conv'"):
+        sq.TransformerEncoder(C, H, 2, HIDDEN, feed_forward="convo")
 
 
 # ---- torch citizenship ---------------------------------------------------------------------

@@ -354,6 +354,31 @@ class Mechanism(nn.Module, ABC):
     def _read(self, q: Tensor, state: Any, scale: float) -> Tensor:
         raise UnsupportedError(self.name, "step without new keys")
 
+    def _reading(self, q: Tensor, state: Any, scale: float) -> tuple[Tensor, State]:
+        """`_read`, and the state for the next queries, where these change what those are told."""
+        return self._read(q, state, scale), state
+
+    def _implied(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
+        """The matrix (B, H, L, S) of `weights`, for checked tensors as in `_attend`."""
+        identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
+        return self._attend(q, k, identity.expand(*k.shape[:2], -1, -1), mask, scale)
+
+    def _read_implied(self, q: Tensor, state: Any, scale: float) -> Tensor:
+        """The matrix (B, H, L, S) that `_read` applies, where `state_weights_for` is True."""
+        support = self.state_weights_for(self.config)
+        reason = support.reason if isinstance(support, Absent) else ""
+        raise UnsupportedError(self.name, "the weights of a state", reason)
+
+    @classmethod
+    def state_weights_for(cls, config: Any) -> Support:
+        """Whether `weights` can be told of a state."""
+        return Absent("its state holds no keys: give them as k")
+
+    @classmethod
+    def follows_for(cls, config: Any) -> bool:
+        """Whether a query that reads a state changes what later ones are told."""
+        return cls._reading is not Mechanism._reading
+
     @classmethod
     def outside_for(cls, config: Any) -> Support:
         """Whether `_outside` works with these options: the mechanism can be a far field.
@@ -374,7 +399,7 @@ class Mechanism(nn.Module, ABC):
 
     @classmethod
     def answers_alone_for(cls, config: Any) -> Support:
-        """Whether no query of a call without causal mask changes another's answer.
+        """Whether no query of a call without causal mask changes an earlier one's answer.
 
         It is so where a state can be read without new keys.
         """
@@ -572,7 +597,8 @@ class Mechanism(nn.Module, ABC):
         """T ≥ 1 new tokens, q (..., H, T, D); ``k=v=None`` reads the state without writing.
 
         The form without keys is cross-attention: fill the state once with the encoder's
-        keys (`prefill` or a causal call's keys), then step the decoder's queries.
+        keys (`prefill` or a causal call's keys), then step the decoder's queries. Go on with
+        the returned state: some mechanisms note in it where a query has looked.
         """
         if (k is None) != (v is None):
             raise ShapeError("k and v must both be given, or both be None (cross-attention)")
@@ -584,44 +610,60 @@ class Mechanism(nn.Module, ABC):
             raise ShapeError("step without k and v needs a state to read")
         if key_mask is not None:
             raise ShapeError("step without k and v takes no key_mask: there are no new keys")
-        if torch.is_autocast_enabled(q.device.type):
-            q = q.to(torch.get_autocast_dtype(q.device.type))
-        self._check_queries(q)
-        lead = q.shape[:-3]
-        flat = q.reshape(-1, *q.shape[-3:])
-        self._check_state(state, flat)
+        flat, lead = self._check_read(q, state)
         empty, held = flat.shape[0] == 0, state
         if empty:
             flat, held = _one_row(flat), state.map(_one_row)
         with own_precision(q):
-            out = self._read(flat, held, self._scale(scale))
-        out = _no_row(out) if empty else out
-        return out.reshape(*lead, *out.shape[1:]), state
+            out, new = self._reading(flat, held, self._scale(scale))
+        if empty:
+            out, new = _no_row(out), new.map(_no_row)
+        return out.reshape(*lead, *out.shape[1:]), new
 
     def weights(
         self,
         q: Queries,
-        k: Keys,
+        k: Keys | None = None,
         *,
+        state: State | None = None,
         rows: Sequence[int] | Tensor | None = None,
         causal: bool = False,
         key_mask: KeyMask | None = None,
         mask: Mask | None = None,
         scale: float | None = None,
     ) -> Weights:
-        """The implied attention matrix (..., H, L, S), for looking and testing.
+        """The implied attention matrix (..., H, L, S); gradients reach q and k.
 
-        The output is linear in v, so the matrix is the output for v = I, O(L·S) memory.
-        `rows` keeps some queries only.
+        The output is linear in v, so the matrix is the output for v = I, O(L·S) memory. Masked
+        keys have the weight 0; a row sums to 1, or to 0 where it has no key, unless values are
+        projected (`linformer`) or its normaliser is clipped. `rows` keeps some queries only.
+
+        With a `state` that holds its keys in the place of `k` and masks: the matrix that
+        ``step(q, None, None, state)`` applies.
         """
         self._need("weights", self.capabilities.weights)
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
+        if (k is None) == (state is None):
+            raise ShapeError("weights takes keys k, or a state that holds them")
+        if k is None:
+            if joined.kinds():
+                raise ShapeError("weights of a state takes no mask: there are no new keys")
+            flat, lead = self._check_read(q, state)
+            if flat.shape[0] == 0:
+                raise ShapeError(f"q must have at least one row, given {tuple(q.shape)}")
+            with own_precision(q):
+                out = self._read_implied(flat, state, self._scale(scale))
+            out = out.reshape(*lead, *out.shape[1:])
+            return out if rows is None else out[..., torch.as_tensor(rows, device=out.device), :]
         v = k.new_zeros(*k.shape[:-1], self.value_dim or 1)
         q, k, v, joined, lead = self._check(q, k, v, joined)
-        # As values of another width than `value_dim`: the matrix has one column for each key.
-        identity = torch.eye(k.shape[2], dtype=k.dtype, device=k.device)
-        identity = identity.expand(*k.shape[:2], -1, -1)
-        out = self._checked(q, k, identity, joined, scale, lead)
+        if q.shape[0] == 0:  # an empty batch
+            nothing = q.sum() + k.sum()
+            out = nothing.expand(*lead, *q.shape[1:3], k.shape[2])
+        else:
+            with own_precision(q):
+                out = self._implied(q, k, joined, self._scale(scale))
+            out = out.reshape(*lead, *out.shape[1:])
         return out if rows is None else out[..., torch.as_tensor(rows, device=out.device), :]
 
     @classmethod
@@ -759,6 +801,15 @@ class Mechanism(nn.Module, ABC):
         merge = (-1,) if lead or q.dim() > 3 else (1,)
         q, k, v = (t.reshape(*merge, *t.shape[-3:]) for t in (q, k, v))
         return q, k, v, mask, lead
+
+    def _check_read(self, q: Tensor, state: State | None) -> tuple[Tensor, tuple[int, ...]]:
+        """Queries (B, H, L, D) that fit the state to be read, and their leading dimensions."""
+        if torch.is_autocast_enabled(q.device.type):
+            q = q.to(torch.get_autocast_dtype(q.device.type))
+        self._check_queries(q)
+        flat = q.reshape(-1, *q.shape[-3:])
+        self._check_state(state, flat)
+        return flat, tuple(q.shape[:-3])
 
     def _check_state(self, state: State | None, q: Tensor) -> None:
         if state is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from subquad import registry
-from subquad.attention.base import Absent, State, Support
+from subquad.attention.base import Absent, State, Support, looking
+from subquad.attention.dropout import Dropout
 from subquad.attention.exact.engine import KeyValueState
-from subquad.attention.feedforward import FeedForward
+from subquad.attention.feedforward import KINDS, FeedForward
 from subquad.attention.layers import SEEDS_APART, dropout_of_weights, need_answers_alone
 from subquad.attention.masks import Mask
 from subquad.attention.mixer.layer import TokenMixing
@@ -79,6 +81,21 @@ class StackState(State):
     position: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class KeptKeys(State):
+    """A mechanism's state without keys beside the memory's keys, from which weights are computed.
+
+    Args:
+        state: what the mechanism reads.
+        k: (B, Hkv, S, D).
+        key: (B, S) bool, True = attend, or None where every key is read.
+    """
+
+    state: State
+    k: Tensor
+    key: Tensor | None = None
+
+
 # ---- attention -------------------------------------------------------------------------------
 
 
@@ -115,21 +132,66 @@ class SummedAttention(MultiheadAttention):
         """Heads q (B, H, L, D) alone."""
         return self._heads(F.linear(query, *next(self._projections())))[0]
 
-    def hold(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> State:
-        """A memory's keys and values as what later steps read."""
-        have = self.mechanism.capabilities
-        if have.state and have.read:
-            one = q[:, :, :1]  # a query is part of the call; its answer is not needed
-            return self.mechanism.prefill(one, k, v, key_mask=key_mask, scale=self.scale)[1]
-        return KeyValueState.extend(None, k, v, key_mask)
+    def hold(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, keep_keys: bool = False
+    ) -> State:
+        """A memory's keys and values as what later steps read.
 
-    def look_up(self, q: Tensor, held: State) -> Tensor:
-        """Cross-attention to what `hold` has made."""
-        have, mech = self.mechanism.capabilities, self.mechanism
-        if have.state and have.read:
-            return mech.step(q, None, None, held, scale=self.scale)[0]
-        assert isinstance(held, KeyValueState), "made by `hold`"
-        return mech(q, held.k, held.v, key_mask=held.key, scale=self.scale)
+        With `keep_keys` it is of a kind that `held_weights` can read, too.
+
+        Raises:
+            UnsupportedError: for `keep_keys` where weights depend on what the state alone knows.
+        """
+        if not self._reads:
+            return KeyValueState.extend(None, k, v, key_mask)
+        one, mech = q[:, :, :1], self.mechanism  # a query is part of a call; nobody asks for it
+        state = mech.prefill(one, k, v, key_mask=key_mask, scale=self.scale)[1]
+        readable = mech.state_weights_for(mech.config)
+        if readable or not keep_keys:
+            return state
+        if isinstance(readable, Absent) and mech.follows_for(mech.config):
+            raise UnsupportedError(mech.name, "record in prefill and step", readable.reason)
+        return KeptKeys(state, k, key_mask)
+
+    @property
+    def _reads(self) -> bool:
+        """Whether a memory is held as the mechanism's own state."""
+        have = self.mechanism.capabilities
+        return bool(have.state and have.read)
+
+    def look_up(self, q: Tensor, held: State) -> tuple[Tensor, State]:
+        """Cross-attention to what `hold` has made, and what the next call looks up."""
+        if not self._reads:
+            assert isinstance(held, KeyValueState), "made by `hold`"
+            return self.mechanism(q, held.k, held.v, key_mask=held.key, scale=self.scale), held
+        if isinstance(held, KeptKeys):
+            out, new = self.mechanism.step(q, None, None, held.state, scale=self.scale)
+            return out, replace(held, state=new)
+        return self.mechanism.step(q, None, None, held, scale=self.scale)
+
+    def weights(self, q: Tensor, k: Tensor, mask: Mask | None) -> Tensor:
+        """The implied weights (B, H, L, S), without dropout and noise, differentiable."""
+        with self._looking():
+            return self.mechanism.weights(q, k, mask=mask, scale=self.scale)
+
+    def held_weights(self, q: Tensor, held: State) -> Tensor:
+        """`weights` of what `look_up` does.
+
+        Raises:
+            OptionError: if keys are needed and not kept.
+        """
+        with self._looking():
+            if self._reads and self.mechanism.state_weights_for(self.mechanism.config):
+                return self.mechanism.weights(q, state=held, scale=self.scale)
+            if isinstance(held, KeptKeys | KeyValueState):
+                return self.mechanism.weights(q, held.k, key_mask=held.key, scale=self.scale)
+        raise OptionError(
+            f"record: the state of {self.mechanism.name} has forgotten the memory's keys, from "
+            "which weights are computed; give a list as `record` to the first prefill, too"
+        )
+
+    def _looking(self) -> AbstractContextManager[object]:
+        return looking(self.mechanism) if self.mechanism.training else nullcontext()
 
 
 def sums_scores(mechanism: OneMechanism) -> Support:
@@ -170,6 +232,8 @@ class _Call:
     new_states: dict[int, State] = field(default_factory=dict)
     queries: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     keys: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    recording: bool = False  # whether cross-attentions leave their weights
+    weights: dict[int, Tensor] = field(default_factory=dict)
 
 
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
@@ -182,7 +246,7 @@ class _Residual(nn.Module):
     def __init__(self, norm: nn.Module, dropout: float, norm_first: bool) -> None:
         super().__init__()
         self.norm = norm
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.norm_first = norm_first
 
     def forward(self, x: Tensor, call: _Call) -> Tensor:
@@ -283,9 +347,11 @@ class CrossAttentionBlock(SelfAttentionBlock):
         if call.memories is None:  # its keys are in the state
             held = self._state(call)
             assert held is not None, "there is a memory, or a state"
-            call.new_states[self.place] = held
             q = self._summed(attn.project_query(query), call.queries)
-            return attn._out(attn.look_up(q, held), x.dtype)
+            out, call.new_states[self.place] = attn.look_up(q, held)
+            if call.recording:
+                call.weights[self.rank] = attn.held_weights(q, held)
+            return attn._out(out, x.dtype)
         memory = call.memories[self.rank]
         if call.mask.causal:
             need_answers_alone(attn.mechanism)
@@ -293,11 +359,12 @@ class CrossAttentionBlock(SelfAttentionBlock):
         q, k = self._summed(q, call.queries), self._summed(k, call.keys)
         if call.streaming:
             mask = call.memory_mask
-            held = attn.hold(q, k, v, None if mask is None else mask.key)
-            call.new_states[self.place] = held
-            out = attn.look_up(q, held)
+            held = attn.hold(q, k, v, None if mask is None else mask.key, call.recording)
+            out, call.new_states[self.place] = attn.look_up(q, held)
         else:
             out = attn.mechanism(q, k, v, mask=call.memory_mask, scale=attn.scale)
+        if call.recording:  # behind the call: what a training call draws anew has been drawn
+            call.weights[self.rank] = attn.weights(q, k, call.memory_mask)
         return attn._out(out, x.dtype)
 
 
@@ -322,6 +389,7 @@ class _Stack(nn.Module):
         dim_feedforward: int,
         dropout: float,
         activation: str | Callable[[Tensor], Tensor],
+        feed_forward: str,
         norm: str,
         norm_first: bool,
         final_norm: bool | None,
@@ -346,6 +414,7 @@ class _Stack(nn.Module):
             *([] if num_layers is None else integer_problem("num_layers", num_layers, 1)),
             *([] if memory_dim is None else integer_problem("memory_dim", memory_dim, 1)),
             *number_problem("dropout", dropout, 0.0, 1.0),
+            *choice_problem("feed_forward", feed_forward, KINDS),
             *norm_problem(norm),
             *number_problem("norm_eps", norm_eps, 0.0),
             *flag_problem("norm_first", norm_first),
@@ -381,8 +450,9 @@ class _Stack(nn.Module):
             shell = (build_norm(norm, d_model, norm_eps, bias, **factory), dropout, norm_first)
             if letter == "f":
                 network = FeedForward(
-                    d_model, dim_feedforward, activation, dropout, bias, **factory
-                )
+                    d_model, dim_feedforward, activation, dropout, bias,
+                    kind=feed_forward, **factory,
+                )  # fmt: skip
                 blocks.append(FeedForwardBlock(network, *shell))
                 continue
             config = registry.resolve(next(each[letter]))[1]
@@ -426,7 +496,7 @@ class _Stack(nn.Module):
             else None
         )
         self.positions = _positions(positions, d_model, nhead, max_length, factory)
-        self.input_dropout = nn.Dropout(dropout)
+        self.input_dropout = Dropout(dropout)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, pattern={self.pattern!r}"
@@ -604,6 +674,7 @@ class TransformerEncoder(_Stack):
         mechanism: of all "a", or a list with one for each, or a mapping from their numbers
             (−1 is the last) to mechanisms, with the others' under "default". Heads differ with
             ``mixed(…)``.
+        feed_forward: the maps of FFN: "linear" layers, or "conv", convolutions of size 1.
         norm: "layer", "rms", or "batch", which leaves padding out of its statistics.
         norm_first: pre-norm.
         final_norm: a norm at the end; default: with pre-norm. torch.nn.Transformer has one.
@@ -665,6 +736,7 @@ class TransformerEncoder(_Stack):
         *,
         pattern: str | None = None,
         mechanism: Mechanisms = "performer",
+        feed_forward: str = "linear",
         norm: str = "layer",
         norm_first: bool = False,
         final_norm: bool | None = None,
@@ -683,8 +755,9 @@ class TransformerEncoder(_Stack):
     ) -> None:
         super().__init__(
             d_model, nhead, num_layers, pattern, {"a": mechanism},
-            dim_feedforward=dim_feedforward, dropout=dropout, activation=activation, norm=norm,
-            norm_first=norm_first, final_norm=final_norm, norm_eps=norm_eps, bias=bias,
+            dim_feedforward=dim_feedforward, dropout=dropout, activation=activation,
+            feed_forward=feed_forward, norm=norm, norm_first=norm_first, final_norm=final_norm,
+            norm_eps=norm_eps, bias=bias,
             num_kv_heads=num_kv_heads, residual_attention=residual_attention,
             positions=positions, positions_at=positions_at, attention_dropout=attention_dropout,
             attention_noise=attention_noise, max_length=max_length, memory_dim=None, seed=seed,
@@ -831,6 +904,7 @@ class TransformerDecoder(_Stack):
         mechanism: Mechanisms = "performer",
         cross_mechanism: Mechanisms | None = None,
         memory_dim: int | None = None,
+        feed_forward: str = "linear",
         norm: str = "layer",
         norm_first: bool = False,
         final_norm: bool | None = None,
@@ -856,8 +930,9 @@ class TransformerDecoder(_Stack):
             cross_mechanism = mechanism
         super().__init__(
             d_model, nhead, num_layers, pattern, {"a": mechanism, "c": cross_mechanism},
-            dim_feedforward=dim_feedforward, dropout=dropout, activation=activation, norm=norm,
-            norm_first=norm_first, final_norm=final_norm, norm_eps=norm_eps, bias=bias,
+            dim_feedforward=dim_feedforward, dropout=dropout, activation=activation,
+            feed_forward=feed_forward, norm=norm, norm_first=norm_first, final_norm=final_norm,
+            norm_eps=norm_eps, bias=bias,
             num_kv_heads=num_kv_heads, residual_attention=residual_attention,
             positions=positions, positions_at=positions_at, attention_dropout=attention_dropout,
             attention_noise=attention_noise, max_length=max_length, memory_dim=memory_dim,
@@ -882,6 +957,7 @@ class TransformerDecoder(_Stack):
         memory_mask: Mask | None = None,
         position_ids: Tensor | None = None,
         memory_position_ids: Tensor | None = None,
+        record: list[Tensor] | None = None,
     ) -> Tensor:
         """The tokens behind the last block, shaped like `x`.
 
@@ -895,17 +971,69 @@ class TransformerDecoder(_Stack):
             memory_mask: a `Mask` of the cross-attention.
             position_ids: (L,) or (B, L) integers, default 0, 1, ….
             memory_position_ids: (S,) or (B, S), for positions that are added to the keys.
+            record: a list to which the weights (B, H, L, S) of each cross-attention are
+                appended, in the order of the pattern: `Mechanism.weights`, without dropout and
+                noise. Masked keys have the weight 0. Gradients reach the queries and keys.
+                Takes O(L·S) memory, and more time than the call itself where the mechanism is
+                sub-quadratic.
 
         Raises:
             ShapeError, DtypeError, DeviceError: if an argument does not fit.
-            UnsupportedError: if a mechanism cannot do what a mask asks for, or lets a causal
-                decoder see later tokens.
+            UnsupportedError: if a mechanism cannot do what a mask asks for, lets a causal
+                decoder see later tokens, or has no weights to be recorded.
         """
+        x, call = self._opened(
+            x, memory, causal, key_mask, mask, memory_key_mask, memory_mask, position_ids,
+            memory_position_ids, record,
+        )  # fmt: skip
+        out = self._run(x, call)
+        _recorded(call, record)
+        return out
+
+    def hidden_states(
+        self,
+        x: Tensor,
+        memory: Memory,
+        *,
+        causal: bool = True,
+        key_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        memory_key_mask: Tensor | None = None,
+        memory_mask: Mask | None = None,
+        position_ids: Tensor | None = None,
+        memory_position_ids: Tensor | None = None,
+        record: list[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """The tokens behind each block, and as the last one what `forward` gives; see there."""
+        x, call = self._opened(
+            x, memory, causal, key_mask, mask, memory_key_mask, memory_mask, position_ids,
+            memory_position_ids, record,
+        )  # fmt: skip
+        seen: list[Tensor] = []
+        last = self._run(x, call, seen)
+        _recorded(call, record)
+        return (*seen, last)
+
+    def _opened(
+        self,
+        x: Tensor,
+        memory: Memory,
+        causal: bool,
+        key_mask: Tensor | None,
+        mask: Mask | None,
+        memory_key_mask: Tensor | None,
+        memory_mask: Mask | None,
+        position_ids: Tensor | None,
+        memory_position_ids: Tensor | None,
+        record: list[Tensor] | None,
+    ) -> tuple[Tensor, _Call]:
+        """The tokens and the call that the blocks are given; arguments as in `forward`."""
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         x, call = self._start(x, joined, position_ids)
+        call.recording = _records(record)
         other = Mask.of(key_mask=memory_key_mask, mask=memory_mask)
         self._remember(call, memory, other, memory_position_ids, len(x))
-        return self._run(x, call)
+        return x, call
 
     def prefill(
         self,
@@ -917,6 +1045,7 @@ class TransformerDecoder(_Stack):
         memory_key_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         memory_position_ids: Tensor | None = None,
+        record: list[Tensor] | None = None,
     ) -> tuple[Tensor, StackState]:
         """A causal call that continues `state`, and the new state.
 
@@ -927,20 +1056,27 @@ class TransformerDecoder(_Stack):
             key_mask: (B, T) bool, True = attend.
             memory_key_mask, memory_position_ids: as in `forward`, with a memory.
             position_ids: as in `TransformerEncoder.prefill`.
+            record: as in `forward`. Steps can record if the first call did: states of constant
+                size then keep the memory's keys beside them.
 
         Raises:
-            OptionError: if memory and state are both given, or none of them.
-            UnsupportedError: if a mechanism of the self-attention has no state.
+            OptionError: if memory and state are both given, or none of them; if a state has
+                not kept the keys that `record` needs.
+            UnsupportedError: if a mechanism of the self-attention has no state, or one of the
+                cross-attention no weights to be recorded.
         """
         if (memory is None) == (state is None):
             raise OptionError("prefill takes a memory at the start, and a state to go on")
         if memory is None and not (memory_key_mask is None and memory_position_ids is None):
             raise OptionError("masks and positions of the memory are given without a memory")
         x, call = self._start(x, Mask.of(causal=True, key_mask=key_mask), position_ids, state)
+        call.recording = _records(record)
         if memory is not None:
             other = Mask.of(key_mask=memory_key_mask)
             self._remember(call, memory, other, memory_position_ids, len(x))
-        return self._stream(x, call, state)
+        out, new = self._stream(x, call, state)
+        _recorded(call, record)
+        return out, new
 
     def step(
         self,
@@ -949,9 +1085,12 @@ class TransformerDecoder(_Stack):
         *,
         key_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        record: list[Tensor] | None = None,
     ) -> tuple[Tensor, StackState]:
         """`prefill` that needs a state."""
-        return self.prefill(x, state=state, key_mask=key_mask, position_ids=position_ids)
+        return self.prefill(
+            x, state=state, key_mask=key_mask, position_ids=position_ids, record=record
+        )
 
     def _remember(
         self, call: _Call, memory: Memory, mask: Mask, ids: Tensor | None, rows: int
@@ -985,6 +1124,18 @@ class TransformerDecoder(_Stack):
                 "memory_position_ids are given to a stack that adds no positions to keys"
             )
         call.memories, call.memory_mask = each, mask
+
+
+def _records(record: object) -> bool:
+    if record is not None and not isinstance(record, list):
+        raise OptionError(f"record must be a list to append to, given {type(record).__name__}")
+    return record is not None
+
+
+def _recorded(call: _Call, record: list[Tensor] | None) -> None:
+    """Appends what the cross-attentions have left, in their order."""
+    if record is not None:
+        record.extend(call.weights[rank] for rank in sorted(call.weights))
 
 
 # ---- arguments -------------------------------------------------------------------------------

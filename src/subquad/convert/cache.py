@@ -468,7 +468,7 @@ class CrossStateLayer(StateLayer):
         key = self._key_mask(mechanism, mask, q.shape[2], k.shape[2])
         if self.state is None:
             _, self.state = _Call(q[:, :, -1:], k, v, key, scale).run(mechanism, None)
-        out, _ = mechanism.step(q, None, None, self.state, scale=scale)
+        out, self.state = mechanism.step(q, None, None, self.state, scale=scale)
         return out
 
     @staticmethod

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from subquad.attention.base import Absent, Mechanism
+from subquad.attention.multihead import MultiheadAttention
 from subquad.convert import adapters, routing, saving
 from subquad.convert.routing import SLOT, Deferred, Layer, Shared, Switch
 from subquad.errors import OptionError, UnknownNameError, UnsupportedError, nearest
@@ -391,6 +392,11 @@ def _attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "DeBERTa, LED and some 80 more do not) and has no adapter, so nothing can be "
             f"put in its place; {_ROUTING_MODELS} and some 340 more do: `subquad list --models`"
         )
+        if any(isinstance(module, MultiheadAttention) for module in model.modules()):
+            reason = (
+                "its attentions are subquad's own and have their mechanisms from its config: "
+                "build another model with another `mechanism` in the config, and load the weights"
+            )
         reason = adapters.refusal(model) or reason
     else:
         reason = (

@@ -33,6 +33,7 @@ arXiv 2006.16236 (eq. 5–12). The per-feature running maximum is ours.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -174,10 +175,30 @@ class LinearMap:
         self.batch = batch
         self.shared = weight.dim() == 3, bias is not None and bias.dim() == 2
         unit = LOG2E if self.log else 1.0
-        self.weight = self._rows(weight.to(dtype) * unit)
-        self.back = self._rows(weight.to(dtype)).transpose(1, 2)
+        self.plain = weight.to(dtype)
+        self.scaled = self.plain * unit
         self.bias = None if bias is None else self._rows(bias.to(dtype).unsqueeze(-2) * unit)
         self.gradients: list[Tensor | None] = [None, None]
+
+    @functools.cached_property
+    def weight(self) -> Tensor:
+        """W of each row, (N, D, R)."""
+        return self._rows(self.scaled)
+
+    @functools.cached_property
+    def back(self) -> Tensor:
+        """Wᵀ of each row for the backward pass, (N, R, D)."""
+        return self._rows(self.plain).transpose(1, 2)
+
+    def _product(self, x: Tensor, u: Tensor) -> None:
+        """u = xW; for a few tokens without a copy of the common W for each row, O(N·D·R)."""
+        if not self.shared[0] or x.shape[1] >= x.shape[2]:
+            torch.bmm(x, self.weight, out=u)
+            return
+        heads = len(self.scaled)
+        each = x.unflatten(0, (-1, heads)).transpose(0, 1)
+        value = torch.bmm(each.reshape(heads, -1, x.shape[2]), self.scaled)
+        u.unflatten(0, (-1, heads)).copy_(value.view(*each.shape[:3], u.shape[-1]).transpose(0, 1))
 
     def _rows(self, tensor: Tensor) -> Tensor:
         return tensor.expand(self.batch, *tensor.shape[-3:]).reshape(-1, *tensor.shape[-2:])
@@ -191,10 +212,13 @@ class LinearMap:
 
     def apply(self, x: Tensor, work: Workspace, name: str, offset: Tensor | None = None) -> Tensor:
         rows = x.shape[0], x.shape[1]
-        u = work.get(name, *rows, self.weight.shape[-1])
+        u = work.get(name, *rows, self.scaled.shape[-1])
         first, second = (self.bias, offset) if self.bias is not None else (offset, None)
         if first is None:
-            torch.bmm(x, self.weight, out=u)
+            self._product(x, u)
+        elif x.shape[1] < x.shape[2]:
+            self._product(x, u)
+            u.add_(first)
         else:  # one pass over u less than adding afterwards
             torch.baddbmm(first, x, self.weight, out=u)
         if second is not None:
@@ -291,6 +315,7 @@ class Problem:
         quad: a key's log-weight is −quad·|k|² + key_bias.
         clip: 0, or for signed maps the least normaliser in units of the keys' mass.
         absorb: keys that every later query reads (phase 1): S for a bidirectional call.
+        borrow: the new state may share tensors that did not change with the old one.
     """
 
     q: Tensor
@@ -304,6 +329,7 @@ class Problem:
     quad: float
     clip: float
     absorb: int
+    borrow: bool = False
     work: Workspace = field(init=False)
 
     def __post_init__(self) -> None:
@@ -394,9 +420,10 @@ class Problem:
         return matrix
 
     def start(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The incoming state, or an empty one; owned by the caller."""
+        """The incoming state, or an empty one; the caller's own, unless borrowed."""
         if self.state is not None:
-            s, z, c, mass = (t.to(self.dtype, copy=True) for t in self.state)
+            copy = self.absorb > 0 or not self.borrow  # absorbed keys are added in place
+            s, z, c, mass = (t.to(self.dtype, copy=copy) for t in self.state)
             return s, z, c, mass
         new = self.q.new_zeros
         rows, features, dtype = self.rows, self.features, self.dtype
@@ -559,7 +586,7 @@ def _causal(
             s = s * decay
         else:
             bad = None
-            s.mul_(decay)
+            s = s * decay if p.borrow and i == p.absorb else s.mul_(decay)
             num.baddbmm_(phi_q, s)
         s.baddbmm_(phi_k.transpose(1, 2), y)
         return bad, num, den, top, (s, faded + phi_k.sum(1).unsqueeze(-1), new, mass)

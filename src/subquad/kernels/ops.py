@@ -60,11 +60,13 @@ def _linear_attention(
 def _run(
     q: Tensor, k: Tensor, v: Tensor, wq: Tensor, bq: Tensor | None, wk: Tensor,
     bk: Tensor | None, key_bias: Tensor | None, key_mask: Tensor | None, state: State | None,
-    activation: str, quad: float, clip: float, absorb: int, save: bool,
+    activation: str, quad: float, clip: float, absorb: int, save: bool, borrow: bool = False,
 ) -> Result:  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):  # sums stay in float32
         query_map, key_map = _maps(q, wq, bq, wk, bk, activation)
-        p = Problem(q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb)
+        p = Problem(
+            q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb, borrow
+        )  # fmt: skip
         return forward(p, save)
 
 
@@ -199,7 +201,7 @@ def linear_attention(
     if not save and not torch.compiler.is_compiling():  # the operator's overhead for nothing
         r = _run(
             q, k, v, wq, bq, wk, bk, key_bias, key_mask, state, activation, quad, clip, absorb,
-            False,
+            False, borrow=True,
         )  # fmt: skip
         return r.out, r.den, r.scale, r.state
     out, den, scale, s, z, c, mass, *_ = _linear_attention(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State
+from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State, Support
 from subquad.attention.exact.engine import (
     KeyValueState,
     as_partial,
@@ -197,6 +197,13 @@ class Additive(Mechanism):
         new = KeyValueState.extend(state, k, v, key_mask)
         sums = self._sums(q, new.k, new.v, Mask(causal=True, key=new.key), scale)
         return sums[0].to(q.dtype), new
+
+    @classmethod
+    def state_weights_for(cls, config: AdditiveConfig) -> Support:
+        return True
+
+    def _read_implied(self, q: Tensor, state: KeyValueState, scale: float) -> Tensor:
+        return self._implied(q, state.k, Mask(key=state.key), scale)
 
     def _read(self, q: Tensor, state: KeyValueState, scale: float) -> Tensor:
         return self._sums(q, state.k, state.v, Mask(key=state.key), scale)[0].to(q.dtype)

@@ -28,8 +28,10 @@ __all__ = [
     "Reach",
     "clear",
     "explicit",
+    "explicit_rows",
     "fused",
     "masked",
+    "matrix",
     "over_queries",
     "perturbed",
     "softmax_sums",
@@ -197,11 +199,25 @@ def _chunk(
     v: Tensor,
     bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    allowed = mask.rows(*rows, span=span, device=q.device)
+    allowed = explicit_rows(mask, *rows, span=span, device=q.device)
+    return function(q, k, v, allowed, bias if bias is None else bias[..., slice(*span)])
+
+
+def explicit_rows(
+    mask: Reach,
+    start: int,
+    stop: int,
+    queries: int,
+    keys: int,
+    *,
+    span: tuple[int, int] | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """`Mask.rows` of a flattened mask as (B or 1, H or 1, rows, keys of the span)."""
+    allowed = mask.rows(start, stop, queries, keys, span=span, device=device)
     if allowed.dim() < 4:  # (L, S) or (B, L, S)
         allowed = allowed.unsqueeze(-3)
-        allowed = allowed if allowed.dim() == 4 else allowed.unsqueeze(0)
-    return function(q, k, v, allowed, bias if bias is None else bias[..., slice(*span)])
+    return allowed if allowed.dim() == 4 else allowed.unsqueeze(0)
 
 
 def perturbed(weights: Tensor, dropout: float, noise: float) -> Tensor:
@@ -339,9 +355,29 @@ def explicit(
     noise: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """A `Chunk` of `over_queries` that gives `softmax_sums` of dot products in `dtype`."""
+    return softmax_sums(_logits(q, k, scale, dtype), v, allowed, bias, dropout, noise)
+
+
+def _logits(q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """scale·q·k (B, H, L, S) of q (B, H, L, D) and k (B, Hkv, S, D)."""
     grouped = q.to(dtype).reshape(len(q), k.shape[1], -1, q.shape[-1]) * scale
-    logits = (grouped @ k.to(dtype).transpose(-1, -2)).reshape(*q.shape[:-1], k.shape[2])
-    return softmax_sums(logits, v, allowed, bias, dropout, noise)
+    return (grouped @ k.to(dtype).transpose(-1, -2)).reshape(*q.shape[:-1], k.shape[2])
+
+
+def matrix(
+    q: Tensor, k: Tensor, mask: Mask, scale: float, dropout: float = 0.0, noise: float = 0.0
+) -> Tensor:
+    """Softmax weights (B, H, L, S) in L·S·D operations: a product with v = I takes L·S²."""
+    dtype = sums_dtype(q.dtype)
+    mask = dense_as(mask, dtype)
+    k, _ = clear(k, k, mask)
+    logits = _logits(q, k, scale, dtype)
+    if mask.dense is not None and mask.dense.dtype != torch.bool:
+        logits = logits + mask.dense
+    allowed, (queries, keys) = None, logits.shape[2:]
+    if mask.kinds():
+        allowed = explicit_rows(mask, 0, queries, queries, keys, device=q.device)
+    return perturbed(softmax_weights(logits, allowed)[0], dropout, noise).to(q.dtype)
 
 
 def as_partial(sums: tuple[Tensor, ...]) -> Partial:

@@ -22,6 +22,7 @@ from subquad.attention.exact.engine import (
     fused,
     mask_rows,
     masked,
+    matrix,
     over_queries,
     sums_dtype,
     wide,
@@ -212,6 +213,16 @@ class Softmax(Mechanism):
     ) -> tuple[Tensor, State]:
         new = KeyValueState.extend(state, k, v, key_mask)
         return self._cleared(q, new.k, new.v, Mask(causal=True, key=new.key), scale), new
+
+    def _implied(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
+        return matrix(q, k, mask, scale, self.dropout, self.noise)
+
+    @classmethod
+    def state_weights_for(cls, config: SoftmaxConfig) -> Support:
+        return True
+
+    def _read_implied(self, q: Tensor, state: KeyValueState, scale: float) -> Tensor:
+        return self._implied(q, state.k, Mask(key=state.key), scale)
 
     def _read(self, q: Tensor, state: KeyValueState, scale: float) -> Tensor:
         return self._cleared(q, state.k, state.v, Mask(key=state.key), scale)

@@ -497,6 +497,11 @@ class Conv(Mechanism):
         )
 
     @classmethod
+    def follows_for(cls, config: ConvConfig) -> bool:
+        found, own = config.resolved()
+        return found.follows_for(own)
+
+    @classmethod
     def answers_alone_for(cls, config: ConvConfig) -> Support:
         """The inner mechanism's, where queries are read as they are."""
         found, own = config.resolved()
@@ -739,10 +744,12 @@ class Conv(Mechanism):
         )
         return self._combined([out for out, _ in found]), new
 
-    def _read(self, q: Tensor, state: ConvState, scale: Any) -> Tensor:
+    def _reading(self, q: Tensor, state: ConvState, scale: Any) -> tuple[Tensor, State]:
         features = self._features("q", q, 0, 0)  # of size 1: see `capabilities_for`
         calls = zip(self._inner(), state.inner, scale, features, strict=True)
-        return self._combined([inner._read(own_q, old, own) for inner, old, own, own_q in calls])
+        found = [inner._reading(own_q, old, own) for inner, old, own, own_q in calls]
+        new = replace(state, inner=tuple(after for _, after in found))
+        return self._combined([out for out, _ in found]), new
 
     def _check_state(self, state: State | None, q: Tensor) -> None:
         super()._check_state(state, q)

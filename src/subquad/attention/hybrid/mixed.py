@@ -348,6 +348,14 @@ class Mixed(Mechanism):
         return cls._of_all(config, "answers_alone_for")
 
     @classmethod
+    def state_weights_for(cls, config: MixedConfig) -> Support:
+        return cls._of_all(config, "state_weights_for")
+
+    @classmethod
+    def follows_for(cls, config: MixedConfig) -> bool:
+        return any(found.follows_for(own) for found, own in config.resolved())
+
+    @classmethod
     def _of_all(cls, config: MixedConfig, question: str) -> Support:
         parts = config.resolved()
         answers = [getattr(found, question)(own) for found, own in parts]
@@ -525,11 +533,16 @@ class Mixed(Mechanism):
         out = self._joined([out for out, _ in found])
         return out, MixedState(tuple(new for _, new in found))
 
-    def _read(self, q: Tensor, state: MixedState, scale: Any) -> Tensor:
+    def _read_implied(self, q: Tensor, state: MixedState, scale: Any) -> Tensor:
         each = zip(self._shares(), state.parts, scale, strict=True)
         return self._joined(
-            [part.mech._read(q[:, part.heads], before, own) for part, before, own in each]
+            [part.mech._read_implied(q[:, part.heads], before, own) for part, before, own in each]
         )
+
+    def _reading(self, q: Tensor, state: MixedState, scale: Any) -> tuple[Tensor, State]:
+        each = zip(self._shares(), state.parts, scale, strict=True)
+        found = [part.mech._reading(q[:, part.heads], before, own) for part, before, own in each]
+        return self._joined([out for out, _ in found]), MixedState(tuple(new for _, new in found))
 
     def _check_state(self, state: State | None, q: Tensor) -> None:
         super()._check_state(state, q)

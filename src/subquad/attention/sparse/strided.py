@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State
+from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State, Support
 from subquad.attention.exact.engine import (
     KeyValueState,
     as_partial,
@@ -181,6 +181,10 @@ class Strided(Mechanism):
             }[config.pattern]
             + reach,
         )
+
+    @classmethod
+    def answers_alone_for(cls, config: StridedConfig) -> Support:
+        return Absent("a query's place is counted from the last one of the call")
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:
