@@ -27,8 +27,9 @@ from subquad.registry import build, describe, mechanisms
 from subquad.training import recover
 
 if TYPE_CHECKING:
-    from subquad import features, kernels, positions
+    from subquad import features, kernels, models, positions
     from subquad.attention.exact.additive import AdditiveConfig
+    from subquad.attention.exact.location import LocationConfig
     from subquad.attention.exact.softmax import SoftmaxConfig
     from subquad.attention.hybrid.conv import ConvConfig
     from subquad.attention.hybrid.mixed import MixedConfig
@@ -82,6 +83,7 @@ __all__ = [
     "LinformerConfig",
     "LinformerEncoderLayer",
     "LocalConfig",
+    "LocationConfig",
     "MLPMixerConfig",
     "Mask",
     "Mechanism",
@@ -119,6 +121,7 @@ __all__ = [
     "kernels",
     "mechanisms",
     "merge",
+    "models",
     "penalties",
     "positions",
     "recover",
@@ -141,6 +144,7 @@ _CONFIGS = {
     "BigBirdConfig": "subquad.attention.sparse.bigbird",
     "GlobalConfig": "subquad.attention.sparse.global_",
     "LocalConfig": "subquad.attention.sparse.local",
+    "LocationConfig": "subquad.attention.exact.location",
     "RoutingConfig": "subquad.attention.sparse.routing",
     "SinkhornConfig": "subquad.attention.sparse.sinkhorn",
     "StridedConfig": "subquad.attention.sparse.strided",
@@ -158,7 +162,7 @@ _CONFIGS = {
     "SampledConfig": "subquad.attention.summary.sampled",
     "SoftmaxConfig": "subquad.attention.exact.softmax",
 }
-_MODULES = ("features", "kernels", "positions")
+_MODULES = ("features", "kernels", "models", "positions")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,181 @@
+"""What all models share: initial values, embeddings, the cache of `generate`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+
+from subquad.attention.base import Mechanism
+from subquad.attention.stack import SelfAttentionBlock, TransformerDecoder, TransformerEncoder
+from subquad.errors import DtypeError, ShapeError
+from subquad.models.cache import StackCache
+from subquad.models.configuration import TransformerConfig
+from subquad.positions import position_ids
+
+__all__ = [
+    "StreamingModel",
+    "TransformerPreTrainedModel",
+    "can_stream",
+    "keep_mask",
+    "shifted",
+    "streamed_positions",
+]
+
+
+class TransformerPreTrainedModel(PreTrainedModel):
+    """The base class of this package's models.
+
+    Initial values are those of Vaswani et al.'s code: uniform after Glorot for linear maps, zero
+    for their biases, N(0, 1/C) for embeddings, so that ·√C makes them unit; mechanisms draw
+    theirs from their own seeds.
+    """
+
+    config_class: type[TransformerConfig] = TransformerConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ("past_key_values",)  # type: ignore[assignment]  # not changed
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.input_scale = math.sqrt(config.d_model) if config.scale_embeddings else 1.0
+
+    def post_init(self) -> None:
+        for module in self.modules():
+            # What a mechanism has drawn stays; on the meta device it has drawn nothing.
+            if isinstance(module, Mechanism) and not _on_meta(module):
+                for part in module.modules():
+                    part._is_hf_initialized = True  # type: ignore[assignment]  # transformers' own mark
+        super().post_init()  # type: ignore[no-untyped-call]  # transformers'
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=self.config.d_model**-0.5)
+            index = module.padding_idx
+            if index is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[index])
+        elif isinstance(module, Mechanism):
+            _draw(module)
+        elif isinstance(module, nn.MultiheadAttention):
+            module._reset_parameters()
+        elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+            init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif any(True for _ in module.parameters(recurse=False)) or any(
+            True for _ in module.buffers(recurse=False)
+        ):
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None and not _loaded(module):
+                reset()
+
+    def embedded(self, ids: Tensor, table: nn.Embedding) -> Tensor:
+        """The vectors (B, L, C) of tokens (B, L)."""
+        if ids.dim() != 2:
+            raise ShapeError(f"token ids must be (B, L), given {tuple(ids.shape)}")
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise DtypeError(f"token ids must be integers, given {ids.dtype}")
+        vectors: Tensor = table(ids)
+        return vectors * self.input_scale
+
+
+class StreamingModel(TransformerPreTrainedModel):
+    """A model whose `generate` works from a `StackCache`."""
+
+    decoder: Any  # a stack: which one, the model says
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[Any, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> bool:
+        """A `StackCache` in the place of transformers' caches, or none where there is no state."""
+        if not can_stream(self.decoder):
+            generation_config.use_cache = False
+            model_kwargs.pop("past_key_values", None)
+        elif generation_config.use_cache is not False:
+            model_kwargs.setdefault("past_key_values", StackCache())
+        return False  # transformers' own returns nothing either; nobody reads it
+
+
+def can_stream(stack: TransformerEncoder | TransformerDecoder) -> bool:
+    """Whether all of a stack's self-attentions have a state."""
+    return all(
+        bool(block.attention.mechanism.capabilities.state)
+        for block in stack.blocks
+        if isinstance(block, SelfAttentionBlock) and block.letter == "a"
+    )
+
+
+def keep_mask(name: str, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """transformers' mask, 1 = attend, as bool (B, L).
+
+    Raises:
+        ShapeError: if it does not fit the tokens (B, L, …).
+    """
+    if mask is None:
+        return None
+    if mask.shape != tokens.shape[:2]:
+        raise ShapeError(
+            f"{name} must be (B, L) = {tuple(tokens.shape[:2])}, given {tuple(mask.shape)}"
+        )
+    keep = mask != 0
+    if keep.device.type != "cpu" or torch.compiler.is_compiling():
+        return keep  # to look would wait for the device, or break the graph
+    return None if bool(keep.all()) else keep  # most mechanisms are faster without a mask
+
+
+def streamed_positions(
+    mask: Tensor | None, length: int, stack: TransformerEncoder | TransformerDecoder
+) -> Tensor | None:
+    """Positions (B, L) of the last `length` tokens of a padded text; None: counted on.
+
+    Args:
+        mask: of all tokens so far, (B, past + L), 1 = attend.
+        length: L.
+        stack: that is given them.
+    """
+    if mask is None or stack.positions is None:
+        return None
+    return position_ids(mask != 0)[:, -length:]
+
+
+def shifted(labels: Tensor, start: int, padding: int) -> Tensor:
+    """What a decoder reads to predict `labels` (B, L): one token later, behind `start`."""
+    ids = labels.new_full(labels.shape, start)
+    ids[:, 1:] = labels[:, :-1]
+    return ids.masked_fill(ids == -100, padding)
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+def _loaded(module: nn.Module) -> bool:
+    """Whether everything in it came from a checkpoint."""
+    held = [*module.parameters(), *(b for b in module.buffers() if b is not None)]
+    return all(getattr(t, "_is_hf_initialized", False) for t in held)
+
+
+def _draw(mechanism: Mechanism) -> None:
+    """Initial values of a mechanism; tensors that came from a checkpoint stay."""
+    held = {**dict(mechanism.named_parameters()), **dict(mechanism.named_buffers())}
+    loaded = {
+        name: tensor.clone()
+        for name, tensor in held.items()
+        if getattr(tensor, "_is_hf_initialized", False)
+    }
+    if len(loaded) == len(held):
+        return
+    mechanism.reset_parameters()
+    now = {**dict(mechanism.named_parameters()), **dict(mechanism.named_buffers())}
+    for name, tensor in loaded.items():
+        now[name].copy_(tensor)

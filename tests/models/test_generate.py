@@ -1,0 +1,204 @@
+"""Decoding from a state gives the tokens of decoding without one, whatever the method.
+
+In float64: what rounding could flip in float32 is no tie here. Weights are drawn large, so that
+outputs are neither constant nor a flat distribution.
+"""
+
+import pytest
+import torch
+
+import subquad as sq
+from subquad import registry
+from subquad.errors import UnsupportedError
+from variants import VARIANTS
+
+pytest.importorskip("transformers")
+
+VOCABULARY, SOURCE, STEPS = 23, 11, 9
+
+METHODS = {
+    "greedy": {},
+    "beam": {"num_beams": 3},
+    "n-best": {"num_beams": 4, "length_penalty": 0.6, "num_return_sequences": 3},
+    "short": {"num_beams": 3, "length_penalty": -1.0, "early_stopping": True},
+    "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 0},
+    "top-k": {"do_sample": True, "top_k": 7, "num_return_sequences": 2},
+    "top-p": {"do_sample": True, "top_p": 0.8, "top_k": 0},
+    "beam sampling": {"do_sample": True, "num_beams": 3, "top_k": 0},
+    "processors": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2},
+}
+
+
+def streaming():
+    """Mechanisms whose decoder generates from a state."""
+    return sorted(sq.mechanisms(state=True, causal=True))
+
+
+def stateless():
+    """Options with which a mechanism is causal and has no state."""
+    return [
+        variant
+        for variants in VARIANTS.values()
+        for variant in variants
+        if (have := sq.describe(variant).capabilities).causal and not have.state
+    ]
+
+
+def crosses(name):
+    """Whether it can be a causal decoder's cross-attention."""
+    found, config = registry.resolve(name)
+    config = config.for_use("cross")
+    have = found.capabilities_for(config)
+    return have.qkv and bool(have.cross) and bool(found.answers_alone_for(config))
+
+
+def seq2seq(mechanism, cross="softmax", **options):
+    config = sq.models.Seq2SeqTransformerConfig(
+        vocab_size=VOCABULARY, d_model=24, num_heads=2, dim_feedforward=32, encoder_layers=1,
+        decoder_layers=2, mechanism="softmax", decoder_mechanism=mechanism, cross_mechanism=cross,
+        max_position_embeddings=64, **options,
+    )  # fmt: skip
+    return loud(sq.models.Seq2SeqTransformer(config))
+
+
+def causal(mechanism, **options):
+    config = sq.models.CausalTransformerConfig(
+        vocab_size=VOCABULARY, d_model=24, num_heads=2, dim_feedforward=32, num_layers=2,
+        mechanism=mechanism, max_position_embeddings=64, **options,
+    )  # fmt: skip
+    return loud(sq.models.CausalTransformer(config))
+
+
+def loud(model):
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.double().eval()
+
+
+def batch(left):
+    """Three rows of different lengths, padded on the left or on the right."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(5, VOCABULARY, (3, SOURCE), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, pads in enumerate((0, 3, 6)):
+        where = slice(0, pads) if left else slice(SOURCE - pads, SOURCE)
+        mask[row, where] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def written(model, inputs, options, use_cache):
+    torch.manual_seed(11)
+    with torch.no_grad():
+        out = model.generate(
+            **inputs, max_new_tokens=STEPS, min_new_tokens=3, use_cache=use_cache,
+            return_dict_in_generate=True,
+            **options,
+        )  # fmt: skip
+    return out
+
+
+def same_tokens(model, inputs, options):
+    cached = written(model, inputs, options, True)
+    again = written(model, inputs, options, False)
+    assert again.past_key_values is None
+    assert isinstance(cached.past_key_values, sq.models.StackCache)
+    assert cached.past_key_values.get_seq_length() >= 2, "it went on from a state"
+    torch.testing.assert_close(cached.sequences, again.sequences, rtol=0, atol=0)
+    return cached.sequences
+
+
+# ---- a covering selection: each mechanism with one method, each method with several -----------
+
+
+def covering(names, shift):
+    methods = list(METHODS)
+    return [(name, methods[(at + shift) % len(methods)]) for at, name in enumerate(names)]
+
+
+@pytest.mark.parametrize(("mechanism", "method"), covering(streaming(), 0))
+def test_a_state_changes_no_token(mechanism, method):
+    cross = mechanism if crosses(mechanism) else "softmax"
+    same_tokens(seq2seq(mechanism, cross), batch(left=False), METHODS[method])
+
+
+@pytest.mark.parametrize(("mechanism", "method"), covering(streaming(), 4))
+def test_a_state_changes_no_token_of_a_language_model(mechanism, method):
+    same_tokens(causal(mechanism), batch(left=True), METHODS[method])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mechanism", streaming())
+@pytest.mark.parametrize("positions", ["sinusoidal", "rotary", "learned"])
+def test_every_mechanism_with_every_method(mechanism, method, positions):
+    cross = mechanism if crosses(mechanism) else "softmax"
+    options = {"positions": positions, "final_norm": True, "norm_first": True}
+    for left in (False, True):
+        same_tokens(seq2seq(mechanism, cross, **options), batch(left), METHODS[method])
+    same_tokens(causal(mechanism, **options), batch(left=True), METHODS[method])
+
+
+# ---- what has no state -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", stateless())
+def test_without_a_state_the_prefix_is_computed_anew(mechanism):
+    """The tokens are those of calls on the whole prefix."""
+    model, inputs = causal(mechanism), batch(left=False)
+    assert sq.describe(mechanism).capabilities.state.reason, "it says why"
+    ids = inputs["input_ids"][:1]
+    out = written(model, {"input_ids": ids}, {}, True)
+    assert out.past_key_values is None
+    wanted = ids
+    with torch.no_grad():
+        for _ in range(STEPS):
+            token = model(wanted).logits[:, -1].argmax(-1, keepdim=True)
+            wanted = torch.cat([wanted, token], 1)
+            if token.item() == 2:
+                break
+    torch.testing.assert_close(out.sequences, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mechanism", sq.mechanisms(qkv=True, cross=True))
+def test_a_cross_attention_is_causal_or_refused(mechanism):
+    model, inputs = seq2seq("softmax", mechanism), batch(left=False)
+    if crosses(mechanism):
+        assert written(model, inputs, {}, True).sequences.shape[0] == 3
+    else:
+        with pytest.raises(UnsupportedError, match="cross-attention of a causal decoder"):
+            written(model, inputs, {}, True)
+
+
+# ---- the cache itself --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", ["performer", "softmax", "local", "location"])
+def test_beams_of_one_source_share_its_memory(mechanism):
+    cross = "softmax" if mechanism == "local" else mechanism
+    model, inputs = seq2seq(mechanism, cross), batch(left=False)
+    repeated = {name: given.repeat_interleave(2, 0) for name, given in inputs.items()}
+    cache = sq.models.StackCache()
+    encoded = model.encode(**repeated)
+    for tokens in (torch.ones(6, 1, dtype=torch.long), torch.arange(6, 12)[:, None]):
+        with torch.no_grad():  # the second time each beam says something else
+            model(encoder_outputs=encoded, decoder_input_ids=tokens, past_key_values=cache)
+    before = cache.state
+    within, across = torch.tensor([1, 0, 2, 2, 5, 4]), torch.tensor([2, 0, 2, 1, 5, 4])
+    for rows in (within, across):
+        cache.state = before
+        expected = before.select(rows).tensors()
+        cache.reorder_cache(rows)
+        for name, tensor in cache.state.tensors().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+        same = [a is b for a, b in zip(cache.state.attentions, before.attentions, strict=True)]
+        # The pattern is acf acf. A location-aware one notes where each beam has looked.
+        shared = rows is within and mechanism != "location"
+        assert same == [False, shared, False, shared]
+
+
+def test_tokens_cannot_be_taken_back():
+    with pytest.raises(UnsupportedError, match="taking tokens back"):
+        sq.models.StackCache().crop(1)
