@@ -29,9 +29,14 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 # Packages of an extra, imported at the top of a file: the command line is made of typer, and
 # the generation cache of transformers' classes. Others import these files inside functions.
-AT_TOP = {"cli": {"typer", "rich"}, "convert.cache": {"transformers"}}
+AT_TOP = {
+    "cli": {"typer", "rich"},
+    "convert.cache": {"transformers"},
+    "models": {"transformers"},
+    "generation.noise": {"transformers"},
+}
 # Parts that may import packages of an extra inside a function.
-WITH_EXTRAS = ("pages", "models", "generation", "training", "convert", "arena", "cli")
+WITH_EXTRAS = ("pages", "data", "models", "generation", "training", "convert", "arena", "cli")
 
 
 def sources():

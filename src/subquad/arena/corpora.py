@@ -10,7 +10,6 @@ import html.parser
 import itertools
 import json
 import re
-import wave
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from subquad.arena.zoo import Zoo
+from subquad.data.audio import read_wav
 from subquad.errors import OptionError
 
 __all__ = [
@@ -152,22 +152,23 @@ def mails(zoo: Zoo | None = None) -> dict[str, str]:
 
 
 class Clip(NamedTuple):
-    """A spoken sentence: samples (N,) float32 in [-1, 1] at 16 kHz, and what is said."""
+    """A spoken sentence: samples (N,) float32 in [-1, 1], and what is said."""
 
     name: str
     samples: Tensor
     text: str
 
 
-def speech(zoo: Zoo | None = None, *, words: int = 3) -> list[Clip]:
+def speech(zoo: Zoo | None = None, *, words: int = 3, rate: int = 16_000) -> list[Clip]:
     """Telephone prompts of one speaker, with transcripts, in order of their names.
 
-    Recorded at 8 kHz; doubled to 16 kHz by zero-padding the spectrum. Left out: tones,
-    prompts that are read with variables or symbols, and clips over 30 s.
+    Recorded at 8 kHz. Left out: tones, prompts that are read with variables or symbols, and
+    clips over 30 s.
 
     Args:
         zoo: where sounds and transcripts lie.
         words: least number of words.
+        rate: of the samples in Hz, `resample`d.
     """
     zoo = zoo or Zoo.default()
     folder, transcripts = zoo.text("speech"), zoo.text("transcripts")
@@ -178,16 +179,9 @@ def speech(zoo: Zoo | None = None, *, words: int = 3) -> list[Clip]:
         strange = line.startswith(";") or re.search(r"[\[\]<>{}#*&/]", text)
         if not text or strange or len(text.split()) < words or not path.is_file():
             continue
-        with wave.open(str(path)) as file:
-            if (file.getnchannels(), file.getsampwidth(), file.getframerate()) != (1, 2, 8000):
-                raise OptionError(f"{path} must be mono, 16 bit, 8 kHz, given {file.getparams()}")
-            data = bytearray(file.readframes(file.getnframes()))
-        samples = torch.frombuffer(data, dtype=torch.int16).double() / 2**15
-        if len(samples) <= 30 * 8000:
-            # A transform of a prime length would be slow.
-            padded = torch.nn.functional.pad(samples, (0, -len(samples) % 4096))
-            doubled = torch.fft.irfft(torch.fft.rfft(padded), n=2 * len(padded)) * 2
-            found.append(Clip(name.strip(), doubled[: 2 * len(samples)].float(), text.strip()))
+        samples, _ = read_wav(path, rate)
+        if len(samples) <= 30 * rate:
+            found.append(Clip(name.strip(), samples, text.strip()))
     return sorted(found, key=lambda clip: clip.name)
 
 

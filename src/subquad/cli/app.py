@@ -7,7 +7,19 @@ from typing import Annotated
 import typer
 
 import subquad
-from subquad.cli import bench, compare, convert, demo, describe, picture, suggest
+from subquad.cli import (
+    bench,
+    compare,
+    convert,
+    demo,
+    describe,
+    generate,
+    picture,
+    score,
+    suggest,
+    train,
+    translate,
+)
 from subquad.cli import list as list_verb
 from subquad.cli.common import ErrorGroup
 
@@ -42,6 +54,19 @@ def _options(
     """Options of the command itself."""
 
 
-for verb in (list_verb, describe, picture, demo, convert, compare, suggest):
+VERBS = (
+    list_verb,
+    describe,
+    picture,
+    demo,
+    convert,
+    compare,
+    suggest,
+    train,
+    translate,
+    generate,
+    score,
+)
+for verb in VERBS:
     verb.add(app)
 app.add_typer(bench.app, name="bench")

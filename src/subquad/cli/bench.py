@@ -75,6 +75,12 @@ def tasks(
     _run("tasks", out, quick, as_json, only=only or (), resume=resume)
 
 
+@app.command("objectives", epilog="Example: [bold]subquad bench objectives --quick[/bold]")
+def objectives(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
+    """Exposure bias with and without scheduled sampling, and BLEU with training on it."""
+    _run("objectives", out, quick, as_json)
+
+
 @app.command(
     "conversion", epilog="Example: [bold]subquad bench conversion minilm dinov2 --quick[/bold]"
 )
@@ -112,3 +118,59 @@ def conversion(
     )
     if as_json:
         write_json(result)
+
+
+@app.command("asr", epilog="Example: [bold]subquad bench asr --quick[/bold]")
+def asr(
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="Folder of unpacked texts; default: SUBQUAD_TEXTS, then texts/."),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the runs, which are continued there; default: temporary."),
+    ] = None,
+    out: _Out = None,
+    quick: _Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Speech recognition from scratch, with and without guided attention; see `make texts`."""
+    _run("asr", out, quick, as_json, texts=texts, work=work)
+
+
+@app.command("classification", epilog="Example: [bold]subquad bench classification --quick[/bold]")
+def classification(
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="Folder of unpacked texts; default: SUBQUAD_TEXTS, then texts/."),
+    ] = None,
+    out: _Out = None,
+    quick: _Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Long documents classified from scratch with each mechanism; see `make texts`."""
+    _run("classification", out, quick, as_json, texts=texts)
+
+
+@app.command(
+    "translation", epilog="Example: [bold]subquad bench translation --data multi30k[/bold]"
+)
+def translation(
+    data: Annotated[
+        Path, typer.Option(help="Folder with train.en, train.de, val.en, …, test_2016_flickr.de.")
+    ],
+    runs: Annotated[Path, typer.Option(help="Folder for the training runs.")] = Path("runs"),
+    only: Annotated[
+        list[str] | None, typer.Option(help="Train and measure these entries; repeat for several.")
+    ] = None,
+    pair: Annotated[str, typer.Option(help="Suffixes of source and target files.")] = "en-de",
+    test: Annotated[str, typer.Option(help="Name of the test files.")] = "test_2016_flickr",
+    out: _Out = None,
+    quick: _Quick = False,
+    as_json: Json = False,
+) -> None:
+    """One recipe, and what each attention translates after it; a stopped run goes on."""
+    _run(
+        "translation", out, quick, as_json,
+        data=data, runs=runs, only=only or (), pair=pair, test=test,
+    )  # fmt: skip

@@ -105,7 +105,7 @@ def need_trainer() -> None:
         import accelerate  # noqa: F401  # only to see whether they are there
         import transformers  # noqa: F401
     except ImportError as error:
-        raise ImportError("recovery training needs pip install 'subquad[train]'") from error
+        raise ImportError("training needs pip install 'subquad[train]'") from error
 
 
 def last_checkpoint(folder: Path) -> Path | None:
@@ -118,6 +118,73 @@ def last_checkpoint(folder: Path) -> Path | None:
         except (OSError, ValueError, KeyError):
             continue
     return max(found)[1] if found else None
+
+
+def arguments(
+    folder: Path,
+    device: torch.device,
+    *,
+    steps: int | None,
+    seed: int,
+    accumulate: int,
+    **more: Any,
+) -> Any:
+    """transformers' TrainingArguments for a loop that logs, measures and saves when it says so.
+
+    Args:
+        folder: for checkpoints, of which the newest two are kept.
+        device: one, whatever else the machine has.
+        steps: optimiser steps; None without end.
+        seed: of Python's, numpy's and torch's random states.
+        accumulate: batches of a step.
+        more: other arguments.
+    """
+    from transformers import TrainingArguments
+
+    found = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps or 10**9,
+        gradient_accumulation_steps=accumulate,
+        seed=seed,
+        data_seed=seed,
+        use_cpu=device.type == "cpu",
+        save_strategy="no",
+        eval_strategy="no",
+        logging_strategy="no",
+        save_total_limit=2,
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        **more,
+    )
+    if found.n_gpu > 1:
+        found._n_gpu = 1  # or else the Trainer would spread the batch over all
+    return found
+
+
+def silence(trainer: Any) -> None:
+    """Takes out what writes to the terminal."""
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and remarks, which saving a model brings."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
 
 
 def fit(
@@ -150,8 +217,7 @@ def fit(
         progress: is told a line at each mark.
     """
     from safetensors.torch import load_file, save_file
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+    from transformers import Trainer, TrainerCallback
 
     clock = _Clock(settings)
 
@@ -212,25 +278,16 @@ def fit(
             load(trained, load_file(Path(resume_from_checkpoint) / "trained.safetensors"))
 
     device = next(model.parameters()).device
-    with _own_random_state():
+    with own_random_state():
         trainer = Recovery(
             model=model,
-            args=TrainingArguments(
-                output_dir=str(folder),
-                max_steps=settings.steps or 10**9,
-                per_device_train_batch_size=settings.batch // settings.accumulate,
-                gradient_accumulation_steps=settings.accumulate,
+            args=arguments(
+                folder,
+                device,
+                steps=settings.steps,
                 seed=settings.seed,
-                data_seed=settings.seed,
-                use_cpu=device.type == "cpu",
-                save_strategy="no",  # the marks decide
-                eval_strategy="no",
-                logging_strategy="no",
-                save_total_limit=2,
-                report_to="none",
-                remove_unused_columns=False,
-                dataloader_pin_memory=False,
-                disable_tqdm=True,
+                accumulate=settings.accumulate,
+                per_device_train_batch_size=settings.batch // settings.accumulate,
             ),
             train_dataset=_Rows(examples),
             data_collator=stack,
@@ -238,8 +295,7 @@ def fit(
             callbacks=[Marks()],
         )
         trainer.losses = []
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
+        silence(trainer)
         checkpoint = last_checkpoint(folder) if resume else None
         model.eval()
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -279,8 +335,8 @@ class _Rows(torch.utils.data.Dataset[Example]):
 
 
 @contextlib.contextmanager
-def _own_random_state() -> Iterator[None]:
-    """The Trainer seeds Python, numpy and torch: their states are put back afterwards."""
+def own_random_state() -> Iterator[None]:
+    """Puts the random states of Python, numpy and torch back afterwards: the Trainer seeds them."""
     from numpy import random as arrays  # its global state is what the Trainer seeds
 
     python, legacy = random.getstate(), arrays.get_state()  # noqa: NPY002  # to be put back

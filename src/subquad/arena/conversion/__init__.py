@@ -28,7 +28,7 @@ from subquad.arena.machine import machine, machine_line
 from subquad.arena.zoo import Zoo
 from subquad.errors import UnknownNameError, nearest
 
-__all__ = ["STUDIES", "Study", "page", "run", "study"]
+__all__ = ["STUDIES", "Study", "page", "run", "section", "study"]
 
 
 class Study(NamedTuple):
@@ -138,11 +138,12 @@ def page(folder: Path) -> str:
         path = folder / f"conversion-{name}.json"
         if path.is_file():
             result = json_module.loads(path.read_text(encoding="utf-8"))
-            lines += ["", f"## {entry.title}", "", *_section(result, study(name).table(result))]
+            lines += ["", f"## {entry.title}", "", *section(result, study(name).table(result))]
     return "\n".join([*lines, ""])
 
 
-def _section(result: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
+def section(result: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Lines of Markdown: settings, tables, notes, and where and how it was measured."""
     if result["quick"]:
         yield from ("**A quick run: too few samples to conclude from.**", "")
     if settings := result.get("settings"):

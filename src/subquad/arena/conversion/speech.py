@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from subquad.arena import corpora
 from subquad.arena.conversion.stages import MINUTES, Recover, sq_recover, stages
 from subquad.arena.zoo import Zoo, load_whisper
+from subquad.data.edits import edit_distance
 
 __all__ = ["measure", "table", "word_errors"]
 
@@ -190,10 +191,4 @@ def word_errors(wanted: str, given: str) -> tuple[int, int]:
     (1, 3)
     """
     a, b = normalised(wanted), normalised(given)
-    row = list(range(len(b) + 1))
-    for i, word in enumerate(a, 1):
-        diagonal, row[0] = row[0], i
-        for j, other in enumerate(b, 1):
-            best = min(row[j] + 1, row[j - 1] + 1, diagonal + (word != other))
-            diagonal, row[j] = row[j], best
-    return row[-1], len(a)
+    return edit_distance(a, b), len(a)
