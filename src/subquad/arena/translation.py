@@ -23,7 +23,7 @@ from typing import Any
 from subquad.arena.machine import machine, machine_line
 from subquad.errors import OptionError
 
-__all__ = ["ENTRIES", "Entry", "measure", "run", "table"]
+__all__ = ["ENTRIES", "Entry", "measure", "measure_files", "run", "table"]
 
 RECIPE = "multi30k"
 BEAMS = 5
@@ -236,7 +236,7 @@ def measure(
     *,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """BLEU, chrF and seconds a sentence of a trained model.
+    """A row of the table: `measure_files` of an entry's trained model, and how it was trained.
 
     Args:
         entry: of the table.
@@ -245,38 +245,51 @@ def measure(
         test: source and reference.
         quick: few sentences.
     """
-    from sacrebleu.metrics.bleu import BLEU
-    from sacrebleu.metrics.chrf import CHRF
-
-    from subquad.generation import Translator
-
-    model, tokenizer = _loaded(folder)
     sources, references = (path.read_text(encoding="utf-8").splitlines() for path in test)
     if quick:
         sources, references = sources[:8], references[:8]
-    row: dict[str, Any] = {
+    return {
         "name": entry.name,
         "note": entry.note,
-        "mechanism": model.config.mechanism,
         "settings": entry.settings,
         "parameters": report["parameters"],
         "train_seconds": report["seconds"],
         "tokens_per_second": report["tokens_per_second"],
         "epochs": report["epochs"],
         "steps": report["steps"],
+        **measure_files(folder, sources, references),
     }
+
+
+def measure_files(
+    folder: Path, sources: list[str], references: list[str], timed: int = TIMED
+) -> dict[str, Any]:
+    """BLEU, chrF and CPU seconds a text of a run's best model, greedy and with beams.
+
+    Args:
+        folder: of the run.
+        sources, references: texts.
+        timed: the first of them, on which decoding is timed.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    from subquad.generation import Translator
+
+    model, tokenizer = _loaded(folder)
+    found: dict[str, Any] = {}
     for name, beams in (("greedy", 1), ("beam", BEAMS)):
         translator = Translator(model, tokenizer, beams=beams)
-        found = [one.text for one in translator.translate(sources)]
+        texts = [one.text for one in translator.translate(sources)]
         bleu, chrf = BLEU(), CHRF()
-        row[name] = {
+        found[name] = {
             "beams": beams,
-            "bleu": float(bleu.corpus_score(found, [references]).score),
-            "chrf": float(chrf.corpus_score(found, [references]).score),
+            "bleu": float(bleu.corpus_score(texts, [references]).score),
+            "chrf": float(chrf.corpus_score(texts, [references]).score),
             "signature": str(bleu.get_signature()),
-            "seconds_a_sentence": _seconds(translator, sources[:TIMED]),
+            "seconds_a_sentence": _seconds(translator, sources[:timed]),
         }
-    return row
+    return found
 
 
 def _seconds(translator: Any, sources: list[str]) -> float:

@@ -300,6 +300,8 @@ class Mechanism(nn.Module, ABC):
     family: ClassVar[str]
     Config: ClassVar[type[Config]]
     info: ClassVar[Info]
+    counters: ClassVar[tuple[str, ...]] = ()
+    """Plain numbers that training changes, for checkpoints to keep beside the state dict."""
     state_type: type[State] = State
 
     def __init__(

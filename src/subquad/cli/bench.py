@@ -174,3 +174,20 @@ def translation(
         "translation", out, quick, as_json,
         data=data, runs=runs, only=only or (), pair=pair, test=test,
     )  # fmt: skip
+
+
+@app.command("documents", epilog="Example: [bold]subquad bench documents --runs runs[/bold]")
+def documents(
+    runs: Annotated[
+        Path | None,
+        typer.Option(help="Folder for training runs, to measure translations instead of costs."),
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Train these models; repeat for several.")
+    ] = None,
+    out: _Out = None,
+    quick: _Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Whole documents: what a training step costs against length, or what is translated."""
+    _run("documents", out, quick, as_json, runs=runs, only=only or ())

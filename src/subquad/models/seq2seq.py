@@ -317,6 +317,15 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         additive = isinstance(self.decoder.positions, Sinusoidal | Learned)
         return position_ids(encoded.mask) if additive else None
 
+    def _constant(self) -> list[int]:
+        """Numbers of the cross-attentions whose state stays what the source has made it."""
+        return [
+            block.place
+            for block in self.decoder.blocks
+            if isinstance(block, CrossAttentionBlock)
+            and not (told := block.attention.mechanism).follows_for(told.config)
+        ]
+
     def hidden(
         self,
         encoded: EncoderOutput,
@@ -372,13 +381,7 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
                 **options,
             )
             past_key_values.know_sources(
-                (encoded.last_hidden_state, encoded.memories, encoded.mask),
-                (
-                    block.place
-                    for block in self.decoder.blocks
-                    if isinstance(block, CrossAttentionBlock)
-                    and not block.attention.mechanism.follows_for()
-                ),
+                (encoded.last_hidden_state, encoded.memories, encoded.mask), self._constant()
             )
         else:
             out, state = self.decoder.step(x, state, **options)

@@ -138,8 +138,8 @@ class Decoding:
 
     beams: int = key(5, "beam width; 1: greedy", low=1)
     length_penalty: float = key(1.0, "scores are divided by length to this power")
-    max_length: tuple[float, float] = key(
-        (10.0, 1.5), "[a, b]: most tokens of an output are a + b · those of the source", low=0.0
+    max_length: int | tuple[float, float] = key(
+        (10.0, 1.5), "most tokens of an output: a number, or [a, b]: a + b · the source's", low=1
     )
     batch_tokens: int = key(4096, "tokens that are decoded at once", low=1)
 
@@ -403,10 +403,13 @@ def _value(hint: Any, checks: Mapping[str, Any], name: str, value: Any) -> tuple
             value = float(value)  # YAML 1.1 takes 1e-3, without a point, for a text
     limits = {one: checks[one] for one in ("low", "high", "open_low") if one in checks}
     problems: list[str] = []
-    if typing.get_origin(kinds[0]) is tuple:
-        size = len(typing.get_args(kinds[0]))
+    several = next((kind for kind in kinds if typing.get_origin(kind) is tuple), None)
+    if several is not None and (isinstance(value, list | tuple) or int not in kinds):
+        size = len(typing.get_args(several))
         if not isinstance(value, list | tuple) or len(value) != size:
             return value, [f"{name}={value!r} must be {size} numbers in brackets"]
+        if int in kinds:
+            limits = {"low": 0.0}  # the limit is that of the one number
         for index, one in enumerate(value):
             problems += number_problem(f"{name}[{index}]", one, **limits)
         return tuple(value), problems

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from subquad.attention.base import Mechanism
 from subquad.data.batches import TokenBatches
 from subquad.errors import OptionError, SubquadError
 from subquad.training.objectives import Objective
@@ -352,6 +353,7 @@ class _Held:
     sizes: int = 0  # of the log's next line
     logged: float = 0.0  # training seconds at the last line
     stream: dict[str, int] = field(default_factory=dict)
+    counters: list[int] = field(default_factory=list)  # of mechanisms, in the model's order
 
 
 class _Loop:
@@ -627,7 +629,8 @@ class _Loop:
 
         self.held.stream = self.stream.state()
         sums = {name: float(value) for name, value in self.sums.items()}
-        held = dataclasses.replace(self.held, seconds=self.seconds, sums=sums)
+        counters = [getattr(part, name) for part, name in self._counters()]
+        held = dataclasses.replace(self.held, seconds=self.seconds, sums=sums, counters=counters)
         folder.mkdir(parents=True, exist_ok=True)
         save_model(self.model, str(folder / "model.safetensors"))
         save_file({"generator": self.generator.get_state()}, folder / "generator.safetensors")
@@ -637,11 +640,18 @@ class _Loop:
         from safetensors.torch import load_file, load_model
 
         load_model(self.model, folder / "model.safetensors", device=str(self.device))
+        for (part, name), value in zip(self._counters(), self.held.counters, strict=True):
+            setattr(part, name, value)
         self.generator.set_state(load_file(folder / "generator.safetensors")["generator"])
         self.sums = {
             name: torch.tensor(value, dtype=torch.float64, device=self.device)
             for name, value in self.held.sums.items()
         }
+
+    def _counters(self) -> list[tuple[Mechanism, str]]:
+        """Numbers that mechanisms count in training, which are in no state dict."""
+        mechanisms = [part for part in self.model.modules() if isinstance(part, Mechanism)]
+        return [(part, name) for part in mechanisms for name in part.counters]
 
     def _train(self, checkpoint: Path | None) -> None:
         from transformers import Trainer, TrainerCallback

@@ -224,6 +224,8 @@ class Performer(KernelMechanism):
         "softmax.",
     )
 
+    counters = ("_calls",)
+
     def __init__(
         self,
         *,

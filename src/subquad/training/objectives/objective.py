@@ -152,7 +152,7 @@ class Objective:
     def _combinations(self, scheduled: bool) -> Iterator[str]:
         """What does not fit together."""
         if scheduled and self.feeding in ("teacher", "free"):
-            yield f"scheduled changes nothing with feeding={self.feeding}: it needs scheduled"
+            yield f"scheduled changes nothing with feeding={self.feeding}: it needs feeding=scheduled"
         if self.free_token != "argmax" and self.feeding != "free":
             yield (
                 f"free_token={self.free_token} needs feeding=free, given {self.feeding} "
@@ -360,9 +360,11 @@ def _options(kind: type[_C], given: Any, problems: list[str]) -> _C | None:
     try:
         return kind.from_options(lists)
     except OptionError as error:
-        for text in str(error).removeprefix(f"{name}: ").split("; "):
-            whole = text.startswith(("unknown option", "options are"))
-            problems.append(f"{name}: {text}" if whole else f"{name}.{text}")
+        *found, last = str(error).removeprefix(f"{name}: ").split("; ")
+        known = f", {last}" if last.startswith("options are") else ""
+        for text in found if known else [*found, last]:
+            unknown = text.startswith("unknown option")
+            problems.append(f"{name}: {text}{known}" if unknown else f"{name}.{text}")
     return None
 
 
