@@ -189,6 +189,15 @@ def test_intervals_and_paired_tests(outputs):
         (("train", "lm", "--out", "x", "--config", "nothing"), "no such file, and none of"),
         (("train", "lm", "--out", "x", "--set", "model.mechanism"), "expected key=value"),
         (("train", "lm", "--out", "x", "--set", "model.depth=3"), "model.depth: unknown key"),
+        (
+            ("train", "lm", "--out", "x", "--set", "tokenizer.vocab_size=9", "--set", "a=1"),
+            "a: unknown key - tokenizer.vocab_size=9 must be ≥ 261 with kind=bpe",
+        ),
+        (
+            ("train", "lm", "--out", "x", "--set", "data.train=5"),
+            "1 problem - data.train=5 must be",
+        ),
+        (("train", "lm", "--data", "a", "--out", "/dev/null/x"), "/dev/null/x: Not a directory"),
         (("translate", "."), "holds no model"),
         (("generate", ".", "--top-p", "0.5"), "need --sample"),
         (("score", "one"), "give two files or more"),
@@ -208,6 +217,16 @@ def test_a_file_or_column_that_is_not_there(trained, corpus):
     assert result.exit_code == 2 and "nowhere.txt: no such file" in result.stderr
     result = run("translate", out, corpus / "valid.tsv", "--column", 3)
     assert result.exit_code == 2 and "line 1: column 3 of 2 columns" in result.stderr
+    result = run("translate", out, corpus / "valid.tsv", "--out", out / "nowhere/new.txt")
+    assert result.exit_code == 2 and "in a folder that there is" in result.stderr
+    result = run("translate", out, text=b"one\n\xff\n")
+    assert result.exit_code == 2 and "-, line 2: not UTF-8" in result.stderr
+
+
+def test_a_model_of_another_kind_is_refused_in_one_line(trained):
+    result = run("generate", trained[0])
+    assert result.exit_code == 2 and "Seq2SeqTransformerConfig" in result.stderr
+    assert result.stderr.count("\n") == 1, "without the list of all kinds of models"
 
 
 def test_files_of_different_lengths_are_not_scored(outputs, tmp_path):
@@ -215,6 +234,15 @@ def test_files_of_different_lengths_are_not_scored(outputs, tmp_path):
     short.write_text("a\n")
     result = run("score", short, outputs / "ref")
     assert result.exit_code == 2 and "has 1 lines" in result.stderr and "has 40" in result.stderr
+
+
+def test_an_interrupted_run_says_how_it_goes_on(corpus, tmp_path, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("subquad.training.run.train", interrupted)
+    result = run("train", "translation", "--data", corpus / "train.tsv", "--out", tmp_path)
+    assert result.exit_code == 130 and "the same command goes on" in result.stdout
 
 
 def test_a_missing_extra_is_named(outputs, monkeypatch):

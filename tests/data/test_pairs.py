@@ -106,12 +106,13 @@ def test_jsonl(write):
         json.dumps({"source": 3, "target": "x"}),
         '{"source": "\\ud800", "target": "x"}',
         json.dumps({"source": "a\nb\tc", "target": "d"}),
+        '{"source": "x", "target": "y", "more": ' + "9" * 5000 + "}",  # Python reads 4300 digits
     ]
     path = write("a.jsonl", "\n".join(rows))
     pairs = Pairs.open(path)
     assert pairs[:] == [("uno", "one"), ("a\nb\tc", "d")]
     assert pairs.problems.lines == {
-        "not JSON": [2],
+        "not JSON": [2, 8],
         "no JSON object": [3],
         "no key 'target'": [4],
         "'source' is no text": [5],

@@ -239,3 +239,11 @@ def test_distilled_targets_are_the_teachers_and_resume(tokenizer, tmp_path):
     assert 0 < again.resumed < again.lines == 15
     with pytest.raises(OptionError, match="line 1 .* another source"):
         distil(model, tokenizer, ["w9"], path, beams=2)
+
+
+def test_noise_makes_no_text_an_empty_one(tokenizer):
+    noise = WordDropout(1.0, replacement=tokenizer.mask_token_id)
+    translator = Translator(loud(small()), tokenizer, beams=1, source_noise=noise)
+    one, nothing = translator.translate(["w4", ""])
+    assert one.tokens and "empty text" not in one.notes
+    assert nothing.notes == ("empty text",)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import subquad as sq
 from subquad.attention.base import Absent
+from subquad.errors import ShapeError, UnsupportedError
 
 B, L, C, H, V, HIDDEN = 3, 11, 21, 3, 17, 13
 EPS = torch.finfo(torch.float64).eps
@@ -156,6 +157,21 @@ def test_the_cache_moves_on_by_hand():
         torch.cat([start.logits, rest.logits], 1), whole, atol=1e-4, rtol=1e-4
     )
     assert rest.past_key_values.get_seq_length() == L
+
+
+@pytest.mark.parametrize("past", [0, 4])
+def test_a_mask_of_other_tokens_than_all_so_far_is_refused(past):
+    made, ids = model(), texts()
+    cache = made(ids[:, :past], use_cache=True).past_key_values if past else None
+    with pytest.raises(ShapeError, match=rf"attention_mask must be .* {past} \+ {L - past}"):
+        mask = torch.ones(B, L - past + (not past), dtype=torch.long)
+        made(ids[:, past:], attention_mask=mask, past_key_values=cache)
+
+
+def test_assisted_decoding_says_what_to_do_instead():
+    made = model()
+    with pytest.raises(UnsupportedError, match="greedy search, beams or sampling"):
+        made.generate(texts()[:1], max_new_tokens=9, prompt_lookup_num_tokens=2)
 
 
 # ---- what transformers does ------------------------------------------------------------------

@@ -128,3 +128,24 @@ def test_what_a_stack_refuses_names_the_reason(options, message):
         return
     with pytest.raises(OptionError, match=message):
         sq.models.Seq2SeqTransformer(Seq2Seq(d_model=16, **options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        (Causal, {"pad_token_id": 50}, "pad_token_id=50 must be < vocab_size=50"),
+        (Causal, {"pad_token_id": -1}, "pad_token_id=-1 must be"),  # torch: the last row is zero
+        (Seq2Seq, {"pad_token_id": 9, "source_vocab_size": 9}, "must be < source_vocab_size=9"),
+        (Seq2Seq, {"pad_token_id": None}, "pad_token_id is needed"),
+        (Seq2Seq, {"bos_token_id": None}, "decoder_start_token_id is needed"),
+        (sq.models.NonAutoregressiveTransformerConfig, {"eos_token_id": None}, "eos_token_id is"),
+    ],
+)
+def test_special_tokens_that_a_model_cannot_do_without(kind, options, told):
+    with pytest.raises(OptionError, match=told):
+        kind(vocab_size=50, **options)
+
+
+def test_special_tokens_that_a_model_can_do_without():
+    assert Causal(pad_token_id=None, bos_token_id=None, eos_token_id=None).pad_token_id is None
+    assert Seq2Seq(bos_token_id=None, decoder_start_token_id=0).decoder_start_token_id == 0

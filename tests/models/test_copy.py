@@ -457,3 +457,16 @@ def fill(text, people):
     for person in people:
         text = text.replace("<unk>", person, 1)
     return text
+
+
+def test_short_integers_are_copied_too():
+    source, logits = torch.tensor([[5, 9, 2], [9, 9, 2]]), torch.randn(2, 4, 8)
+    pointer, state = PointerGenerator(6), torch.randn(2, 4, 6)
+    given = logits, state, state, torch.randn(2, 3, 6)
+    wanted = pointer(*given, source)
+    found = pointer(*given, source.to(torch.int32))
+    assert torch.equal(found, wanted)
+    labels = torch.tensor([[5, 9, 2, -100], [9, 1, 2, 0]])
+    torch.testing.assert_close(
+        token_losses(found, labels.to(torch.int32)), token_losses(wanted, labels), atol=0, rtol=0
+    )

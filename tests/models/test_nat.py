@@ -189,6 +189,24 @@ def test_a_fixed_length_is_cut_at_its_first_end():
         mask_predict(model, batch()["input_ids"], n_best=2)
 
 
+def test_a_fixed_length_keeps_to_the_longest_output():
+    made = loud(nat(length_prediction="fixed", fixed_length=6))
+    source = torch.tensor([[5, 6, 7, 2], [9, 8, 7, 2]])
+    most = torch.tensor([2, 9])
+    free = mask_predict(made, source, iterations=3).sequences
+    assert 2 not in free[:, 1:4], "no end is found early"
+    short = mask_predict(made, source, iterations=3, max_lengths=most).sequences
+    assert short[0, 3] == 2 and 2 not in short[0, 1:3], "two tokens, then an end"
+    assert torch.equal(short[0, 4:], torch.zeros_like(short[0, 4:]))
+    assert torch.equal(short[1], free[1])
+    translator = Translator(made, word_tokenizer([f"w{n}" for n in range(35)]), beams=1)
+    for limit in (2, 9):
+        translator.max_length = limit
+        (found,) = translator.translate(["w1 w2"])
+        assert len(found.tokens) == min(limit, 6)
+        assert found.notes == (f"no end found: {min(limit, 6)} tokens",)
+
+
 @pytest.mark.parametrize("mechanism", sq.mechanisms())
 def test_every_mechanism_works_in_the_decoder(mechanism):
     """Also those that cannot be causal; token mixers in the place of self-attention."""

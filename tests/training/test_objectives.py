@@ -797,6 +797,30 @@ def test_penalties_of_mechanisms_are_added():
     assert sorted(found.parts) == ["cross_entropy", "penalties"]
 
 
+@pytest.mark.parametrize(
+    ("options", "progress"),
+    [
+        ({"sequence": {"weight": 1.0, "samples": 2, "after": 0.5}}, (0.0, 1.0, 1.0)),
+        ({"sequence": {"weight": 1.0, "samples": 2}}, (0.0, 0.0)),
+        ({"feeding": "free", "free_loss": "stepwise"}, (0.0, 0.0)),
+    ],
+)
+def test_penalties_of_a_training_call_are_those_of_this_batch(options, progress):
+    """Routing's stands in the graph of the encoder, which these objectives use without it."""
+    routing = "routing(clusters=2, window=4, commitment=0.5)"
+    model = translator(routing, decoder_mechanism="softmax", cross_mechanism="softmax")
+    for share in progress:  # no graph of an earlier batch is used again
+        one, other, third = (copy.deepcopy(model) for _ in range(3))
+        Objective(**options)(model, pairs(), share, seeded()).total.backward()
+    asked = gradients(one, Objective(**options)(one, pairs(), share, seeded()).total)
+    without = Objective(**options, penalties=0.0)
+    plain = gradients(other, without(other, pairs(), share, seeded()).total)
+    third(**pairs())
+    wanted = gradients(third, sq.penalties(third))
+    assert any(bool(one.any()) for one in wanted.values())
+    assert_same({name: asked[name] - plain[name] for name in wanted}, wanted)
+
+
 def test_a_decoder_that_writes_all_at_once_has_its_own_loss():
     config = sq.models.NonAutoregressiveTransformerConfig(
         vocab_size=V, d_model=12, num_heads=2, encoder_layers=1, decoder_layers=1

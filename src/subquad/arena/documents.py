@@ -69,7 +69,7 @@ TOKENS = 512
 # ---- the cost of a step ----------------------------------------------------------------------
 
 
-def cost(options: dict[str, Any], length: int, *, rounds: int = 3) -> dict[str, Any]:
+def cost(options: dict[str, Any], length: int, *, rounds: int = 2) -> dict[str, Any]:
     """CPU seconds and peak bytes of a training step, one document, in a process of its own.
 
     Args:
@@ -241,7 +241,7 @@ def run(
         for name, options in COSTS.items():
             for length in (64, 128) if quick else LENGTHS:
                 echo(f"{name}, {length} tokens")
-                found = cost(options, length, rounds=1 if quick else 3)
+                found = cost(options, length, rounds=1 if quick else 2)
                 result["costs"].append({"name": name, "length": length, **found})
     else:
         files = corpus(runs / "data")

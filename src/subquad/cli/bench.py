@@ -191,3 +191,9 @@ def documents(
 ) -> None:
     """Whole documents: what a training step costs against length, or what is translated."""
     _run("documents", out, quick, as_json, runs=runs, only=only or ())
+
+
+@app.command("loop", epilog="Example: [bold]subquad bench loop --quick[/bold]")
+def loop(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
+    """A training step of `subquad train` beside a plain loop around torch.nn.Transformer."""
+    _run("loop", out, quick, as_json)

@@ -32,6 +32,10 @@ class ErrorGroup(TyperGroup):
             if "pip install 'subquad[" not in str(error):
                 raise
             message = str(error)
+        except OSError as error:
+            if error.filename is None:  # else of a file that the user may not read or write
+                raise
+            message = f"{error.filename}: {error.strerror}"
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(2)
 

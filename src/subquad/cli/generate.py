@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,8 +42,8 @@ def _generate(
     drawn = (temperature, top_k, top_p) != (1.0, 0, 1.0)
     if drawn and not sample:
         raise OptionError("--temperature, --top-k and --top-p need --sample")
-    if temperature <= 0.0 or not 0.0 < top_p <= 1.0:
-        raise OptionError("--temperature must be > 0, and --top-p > 0 and ≤ 1")
+    if not (0.0 < temperature < math.inf and 0.0 < top_p <= 1.0):
+        raise OptionError("--temperature must be > 0 and finite, and --top-p > 0 and ≤ 1")
     if count > 1 and not sample and count > beams:
         raise OptionError(f"--count {count} needs --sample, or --beams {count} or more")
     import torch

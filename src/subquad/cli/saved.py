@@ -39,8 +39,9 @@ def load_model(folder: Path, auto: str) -> tuple[Any, Any]:
     try:
         with quiet():
             model = getattr(transformers, auto).from_pretrained(found)
-    except ValueError as error:
-        raise OptionError(f"{found} holds no model for this: {error}") from None
+    except ValueError as error:  # transformers lists all kinds that it knows
+        why = str(error).partition("\n")[0]
+        raise OptionError(f"{found} holds no model for this: {why}") from None
     return model.eval(), transformers.AutoTokenizer.from_pretrained(found)
 
 
@@ -62,17 +63,20 @@ def read_lines(path: Path, column: int | None = None) -> Iterator[str]:
         column: of tab-separated values, from 1.
 
     Raises:
-        OptionError: no such file, or a line without this column.
+        OptionError: no such file, or a line that is not UTF-8 or without this column.
     """
     if str(path) == "-":
-        lines: Any = sys.stdin
+        lines: Any = sys.stdin.buffer
     elif path.is_file():
-        lines = path.open(encoding="utf-8")
+        lines = path.open("rb")
     else:
         raise OptionError(f"{path}: no such file")
     with lines:
         for number, line in enumerate(lines, 1):
-            text = line.rstrip("\r\n")
+            try:
+                text = line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise OptionError(f"{path}, line {number}: not UTF-8") from None
             if column is not None:
                 cells = text.split("\t")
                 if len(cells) < column:

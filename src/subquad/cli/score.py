@@ -68,7 +68,9 @@ def _score(
         table.add_row(row["system"], *(_shown(one) for one in row["scores"]))
     console.print(table)
     for one in rows[0]["scores"]:
-        console.print(f"{one['metric']}: {one['signature']}", markup=False, highlight=False)
+        console.print(
+            f"{one['metric']}: {one['signature']}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _shown(one: dict[str, Any]) -> str:

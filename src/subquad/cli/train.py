@@ -83,18 +83,20 @@ def _train(
     from subquad.training.run import train
 
     console = consoles(as_json)
-    with _shown(console) as tell:
-        report = train(
-            recipe,
-            out,
-            fresh=not resume,
-            progress=tell,
-            say=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
-        )
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        with _shown(console) as tell:
+            report = train(recipe, out, fresh=not resume, progress=tell, say=say)
+    except KeyboardInterrupt:
+        say("stopped; without --fresh the same command goes on from the last checkpoint")
+        raise typer.Exit(130) from None
     if as_json:
         write_json(report.to_dict())
     else:
-        console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+        say(str(report))
 
 
 @contextlib.contextmanager

@@ -56,6 +56,8 @@ def _translate(
     """
     if out is not None and as_json:
         raise OptionError("--out takes the plain translations: leave one of --out, --json out")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise OptionError(f"--out {out} must be a file in a folder that there is")
     loaded, tokenizer = load_model(model, "AutoModelForSeq2SeqLM")
     sound = getattr(loaded, "front_end", None) is not None
     if sound and file.suffix.lower() == ".wav":

@@ -480,7 +480,7 @@ def json_object(text: str) -> Mapping[str, Any]:
     """
     try:
         row = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also a number of more digits than Python reads
         raise BadRecord("not JSON") from None
     if not isinstance(row, dict):
         raise BadRecord("no JSON object")

@@ -12,13 +12,15 @@ from subquad.options import choice_problem, flag_problem, integer_problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["SPECIAL_TOKENS", "both_sides", "train_tokenizer"]
+__all__ = ["LEAST", "SPECIAL_TOKENS", "both_sides", "train_tokenizer"]
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")
 """Ids 0 to 4 of every tokenizer that is trained here."""
 
 _PAD, _BOS, _EOS, _UNKNOWN, _MASK = SPECIAL_TOKENS
-_KINDS = ("bpe", "unigram", "word", "char")
+LEAST = {"bpe": 261, "unigram": 261, "word": 6, "char": 6}
+"""Fewest tokens that a vocabulary of each kind can have: over bytes these, and the special ones."""
+
 _SPACE = "▁"
 _LETTER = r"\p{L}\p{M}_"
 _WORDS = "|".join(
@@ -85,8 +87,8 @@ def train_tokenizer(
         'to be,  not?'
     """
     problems = [
-        *choice_problem("kind", kind, _KINDS),
-        *integer_problem("vocab_size", vocab_size, 261 if kind in ("bpe", "unigram") else 6),
+        *choice_problem("kind", kind, tuple(LEAST)),
+        *integer_problem("vocab_size", vocab_size, LEAST.get(kind, 6)),
         *flag_problem("lowercase", lowercase),
         *integer_problem("min_frequency", min_frequency, 1),
     ]

@@ -229,9 +229,10 @@ class Translator:
         notes: dict[int, tuple[str, ...]] = {}
         own: dict[int, tuple[str, ...]] = {}
         for number, text in enumerate(texts):
-            rows[number], own[number], notes[number] = self._read(text, number)
-            if not words(rows[number], self.tokenizer):
+            ids, own[number], notes[number] = self._read(text)
+            if not words(ids, self.tokenizer):
                 found[number] = Hypothesis("", 0.0, notes=("empty text",))
+            rows[number] = self._noisy(ids, number)
         full = [number for number in rows if number not in found]
         for batch in batches_by_tokens([len(rows[number]) for number in full], self.batch_tokens):
             numbers = [full[at] for at in batch]
@@ -247,7 +248,7 @@ class Translator:
                 progress(len(found), len(rows))
         return [found[number] for number in range(len(rows))]
 
-    def _read(self, text: str, number: int) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
+    def _read(self, text: str) -> tuple[list[int], tuple[str, ...], tuple[str, ...]]:
         """A text's tokens, words of its own that can be copied, and what is to be said."""
         notes = []
         own: tuple[str, ...] = ()
@@ -265,10 +266,14 @@ class Translator:
         count = 0 if unknown is None else ids.count(unknown)
         if count:
             notes.append(f"unknown tokens in the source: {count}")
-        if self.source_noise is not None:
-            signs = set(self.tokenizer.all_special_ids) - {unknown}
-            ids = self.source_noise(ids, index=number, keep=signs)
         return ids, own, tuple(notes)
+
+    def _noisy(self, ids: list[int], number: int) -> list[int]:
+        """The tokens of the text with this number, with noise where there is one."""
+        if self.source_noise is None:
+            return ids
+        signs = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
+        return self.source_noise(ids, index=number, keep=signs)
 
     @staticmethod
     def report(hypotheses: Sequence[Hypothesis]) -> dict[str, list[int]]:
@@ -431,7 +436,9 @@ class Translator:
         ids = [output[place] for place in words(output, tokenizer)]
         tokens: list[str] = tokenizer.convert_ids_to_tokens(ids)
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        notes = (f"no end found: {limit} tokens",) if len(output) > limit else ()
+        notes: tuple[str, ...] = ()
+        if len(output) > limit or output[-1] not in _ends(self.model):
+            notes = (f"no end found: {min(limit, len(output))} tokens",)
         found = None
         if weights is not None:
             if source is None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 
 from subquad.attention.base import Mechanism
 from subquad.attention.stack import SelfAttentionBlock, TransformerDecoder, TransformerEncoder
-from subquad.errors import DtypeError, ShapeError
+from subquad.errors import DtypeError, OptionError, ShapeError
 from subquad.models.cache import StackCache
 from subquad.models.configuration import TransformerConfig
 from subquad.positions import position_ids
@@ -22,6 +24,9 @@ __all__ = [
     "TransformerPreTrainedModel",
     "can_stream",
     "keep_mask",
+    "mean_cross_entropy",
+    "recent",
+    "refuse",
     "shifted",
     "streamed_positions",
 ]
@@ -38,6 +43,7 @@ class TransformerPreTrainedModel(PreTrainedModel):
     config_class: type[TransformerConfig] = TransformerConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False  # else `Trainer` leaves the loss to be divided by the model
     _skip_keys_device_placement = ("past_key_values",)  # type: ignore[assignment]  # not changed
 
     def __init__(self, config: Any) -> None:
@@ -133,6 +139,21 @@ def keep_mask(name: str, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     return None if bool(keep.all()) else keep  # most mechanisms are faster without a mask
 
 
+def recent(name: str, mask: Tensor | None, length: int, past: int) -> Tensor | None:
+    """The last `length` columns of a mask of all tokens so far (B, past + L).
+
+    Raises:
+        ShapeError: if it has another number of columns: those of padding would be lost.
+    """
+    if mask is None:
+        return None
+    if mask.dim() != 2 or mask.shape[1] != past + length:
+        raise ShapeError(
+            f"{name} must be (B, past + L) = (B, {past} + {length}), given {tuple(mask.shape)}"
+        )
+    return mask[:, past:]
+
+
 def streamed_positions(
     mask: Tensor | None, length: int, stack: TransformerEncoder | TransformerDecoder
 ) -> Tensor | None:
@@ -153,6 +174,31 @@ def shifted(labels: Tensor, start: int, padding: int) -> Tensor:
     ids = labels.new_full(labels.shape, start)
     ids[:, 1:] = labels[:, :-1]
     return ids.masked_fill(ids == -100, padding)
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
+    """Σ −log p(label) / items, a scalar, of labels (…) that are not −100; 0 without a label.
+
+    Args:
+        logits: (…, V).
+        labels: (…) integers.
+        items: labels of all batches whose gradients are added up; default: of this one.
+    """
+    flat = labels.flatten().long()
+    total = F.cross_entropy(logits.flatten(0, -2).float(), flat, reduction="sum")
+    count = (flat != -100).sum().clamp_min(1) if items is None else items
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def refuse(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Nothing that a caller asks for is passed over in silence; None and False ask for nothing.
+
+    Raises:
+        OptionError: naming arguments that the model's forward does not have.
+    """
+    wrong = sorted(name for name, one in given.items() if one is not None and one is not False)
+    if wrong:
+        raise OptionError(f"{type(model).__name__} has no argument {', '.join(wrong)}")
 
 
 def _on_meta(module: nn.Module) -> bool:

@@ -60,7 +60,8 @@ class _Place(CacheLayerMixin):
             raise UnsupportedError(
                 "StackCache",
                 "taking tokens back",
-                "a state is a sum over tokens; pass use_cache=False to assisted decoding",
+                "a state is a sum over tokens; assisted decoding and prompt lookup need that: use "
+                "greedy search, beams or sampling",
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

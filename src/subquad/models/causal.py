@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -18,6 +17,9 @@ from subquad.models.base import (
     StreamingModel,
     can_stream,
     keep_mask,
+    mean_cross_entropy,
+    recent,
+    refuse,
     streamed_positions,
 )
 from subquad.models.cache import StackCache
@@ -34,6 +36,10 @@ class CausalTransformer(StreamingModel, GenerationMixin):
     Any causal mechanism in each attention. `generate` works from a state as in
     `Seq2SeqTransformer`, padded texts of a batch on the left or on the right; where a mechanism
     has no state, it computes the whole prefix anew for each token.
+
+    transformers' `Trainer` trains it, also where it accumulates gradients; leave its
+    `label_smoothing_factor` at 0, which shifts the labels of transformers' own classes alone
+    (``subquad train lm`` has label smoothing).
 
     Cost: O(L·num_layers·C·(C + dim_feedforward)), the mechanisms', and L·C·vocab_size.
 
@@ -58,10 +64,12 @@ class CausalTransformer(StreamingModel, GenerationMixin):
     """
 
     config_class = CausalTransformerConfig
+    accepts_loss_kwargs = True
     decoder: TransformerEncoder
 
     def __init__(self, config: CausalTransformerConfig) -> None:
         super().__init__(config)
+        self.loss_type = "ForCausalLM"  # `Trainer` then counts labels behind the first
         self.decoder = TransformerEncoder(
             config.d_model,
             config.num_heads,
@@ -110,8 +118,10 @@ class CausalTransformer(StreamingModel, GenerationMixin):
             assert inputs_embeds is not None
             x = inputs_embeds
         length = x.shape[1]
-        keep = attention_mask if attention_mask is None else attention_mask[:, -length:]
-        keep = keep_mask("attention_mask", keep, x)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        keep = keep_mask(
+            "attention_mask", recent("attention_mask", attention_mask, length, past), x
+        )
         if past_key_values is None:
             ids = None
             if keep is not None:  # without padding positions count from 0 by themselves
@@ -134,6 +144,7 @@ class CausalTransformer(StreamingModel, GenerationMixin):
         past_key_values: StackCache | None = None,
         use_cache: bool | None = None,
         inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
@@ -147,12 +158,15 @@ class CausalTransformer(StreamingModel, GenerationMixin):
             past_key_values: a `StackCache` of the tokens before.
             use_cache: begin one; done where all mechanisms have a state.
             inputs_embeds: (B, L, C) in the tokens' place, scaled already.
+            num_items_in_batch: what the sum of the loss is divided by, as `Trainer` gives it where
+                it accumulates gradients; default: the labels that are compared.
             return_dict: False for a tuple.
 
         Raises:
             OptionError, ShapeError, DtypeError: if arguments do not fit.
             UnsupportedError: if a mechanism cannot do what is asked for.
         """
+        refuse(self, kwargs)
         cache = past_key_values
         if use_cache and cache is None and labels is None:
             cache = StackCache()
@@ -164,7 +178,7 @@ class CausalTransformer(StreamingModel, GenerationMixin):
         logits = self.head(out)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            loss = mean_cross_entropy(logits[:, :-1], labels[:, 1:], num_items_in_batch)
         result = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         if return_dict is None:
             return_dict = self.config.return_dict

@@ -160,6 +160,16 @@ class TransformerConfig(PreTrainedConfig):
             yield from integer_problem("num_kv_heads", self.num_kv_heads, 1)
         if type(self.seed) is not int:
             yield f"seed={self.seed!r} must be an integer"
+        if self.pad_token_id is not None:  # a row of each embedding
+            yield from integer_problem("pad_token_id", self.pad_token_id, 0)
+            for name in ("vocab_size", "source_vocab_size"):
+                size = getattr(self, name, None)
+                if (
+                    type(size) is int
+                    and isinstance(self.pad_token_id, int)
+                    and (self.pad_token_id >= size)
+                ):
+                    yield f"pad_token_id={self.pad_token_id} must be < {name}={size}"
         sizes = (self.d_model, self.num_heads)
         if all(type(size) is int and size > 0 for size in sizes) and sizes[0] % sizes[1]:
             yield f"num_heads={self.num_heads} must divide d_model={self.d_model}"
@@ -263,7 +273,8 @@ class Seq2SeqTransformerConfig(TransformerConfig):
         unk_token_id: how it reads words that only a source has.
         front_end: a mapping with the arguments of `subquad.models.speech.SpeechFrontEnd`, for
             models that read sound in place of source tokens.
-        decoder_start_token_id: what the decoder begins with; default `bos_token_id`.
+        decoder_start_token_id: what the decoder begins with; default `bos_token_id`; with neither
+            an error, as without a `pad_token_id`.
 
     All other arguments, and what is raised: `TransformerConfig`.
     """
@@ -306,6 +317,10 @@ class Seq2SeqTransformerConfig(TransformerConfig):
         yield from integer_problem("decoder_layers", self.decoder_layers, 1)
         if self.source_vocab_size is not None:
             yield from integer_problem("source_vocab_size", self.source_vocab_size, 1)
+        if self.pad_token_id is None:
+            yield "pad_token_id is needed: a decoder reads it where labels are -100"
+        if self.decoder_start_token_id is None and self.bos_token_id is None:
+            yield "decoder_start_token_id is needed where bos_token_id is None"
         yield from flag_problem("copy", self.copy)
         if self.copy is True:
             yield from integer_problem("unk_token_id", self.unk_token_id, 0)

@@ -85,6 +85,7 @@ class PointerGenerator(nn.Module):
         Raises:
             ShapeError: if `source` or `mask` are not (B, S).
         """
+        source = source.long()  # scatter takes no other
         for name, one in (("source", source), ("mask", mask)):
             if one is not None and one.shape != memory.shape[:2]:
                 raise ShapeError(
@@ -171,7 +172,7 @@ def token_losses(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tens
             f"labels must be (B, L) = {tuple(logits.shape[:-1])}, given {tuple(labels.shape)}"
         )
     flat = logits.flatten(0, -2).float()
-    losses = F.cross_entropy(flat, labels.flatten(), reduction="none")
+    losses = F.cross_entropy(flat, labels.flatten().long(), reduction="none")
     if smoothing:
         there = flat > -math.inf
         total = flat.logsumexp(-1) - flat.masked_fill(~there, 0.0).sum(-1) / there.sum(-1)

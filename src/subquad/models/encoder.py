@@ -22,7 +22,12 @@ from transformers.utils.generic import can_return_tuple
 
 from subquad.attention.stack import TransformerEncoder
 from subquad.errors import OptionError, ShapeError
-from subquad.models.base import TransformerPreTrainedModel, keep_mask, streamed_positions
+from subquad.models.base import (
+    TransformerPreTrainedModel,
+    keep_mask,
+    mean_cross_entropy,
+    streamed_positions,
+)
 from subquad.models.configuration import EncoderTransformerConfig
 
 __all__ = [
@@ -244,6 +249,8 @@ class EncoderForTokenClassification(_Head):
         torch.Size([2, 9, 5])
     """
 
+    accepts_loss_kwargs = True
+
     def __init__(self, config: EncoderTransformerConfig) -> None:
         super().__init__(config)
         self.classifier = nn.Linear(config.d_model, labels_of(config))
@@ -256,14 +263,22 @@ class EncoderForTokenClassification(_Head):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **options: Any,
     ) -> TokenClassifierOutput:
-        """Logits (B, L, num_labels), and the loss of `labels`; else: `EncoderTransformer`."""
+        """Logits (B, L, num_labels), and the loss of `labels`.
+
+        Args:
+            num_items_in_batch: what the sum of the loss is divided by, as `Trainer` gives it where
+                it accumulates gradients; default: the labels that are not −100.
+
+        All else: `EncoderTransformer`.
+        """
         read = self.transformer(input_ids, attention_mask, token_type_ids, **options)
         logits = self.classifier(self.dropout(read.last_hidden_state))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, config=self.config)
+            loss = mean_cross_entropy(logits, labels, num_items_in_batch)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=read.hidden_states)
 
 
@@ -294,6 +309,8 @@ class EncoderForMaskedLM(_Head):
         torch.Size([2, 9, 50])
     """
 
+    accepts_loss_kwargs = True
+
     def __init__(self, config: EncoderTransformerConfig) -> None:
         super().__init__(config)
         self.transform = nn.Linear(config.d_model, config.d_model)
@@ -318,14 +335,18 @@ class EncoderForMaskedLM(_Head):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **options: Any,
     ) -> MaskedLMOutput:
-        """Logits (B, L, V), and the loss of `labels`; all else: `EncoderTransformer`."""
+        """Logits (B, L, V), and the loss of `labels`.
+
+        All else: `EncoderForTokenClassification`.
+        """
         read = self.transformer(input_ids, attention_mask, token_type_ids, **options)
         logits = self.head(self.norm(F.gelu(self.transform(read.last_hidden_state))))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size)
+            loss = mean_cross_entropy(logits, labels, num_items_in_batch)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=read.hidden_states)
 
 

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import ModelOutput
 
 from subquad.errors import OptionError, ShapeError, UnsupportedError
+from subquad.models.base import mean_cross_entropy, refuse
 from subquad.models.configuration import Seq2SeqTransformerConfig
 from subquad.models.seq2seq import EncoderOutput, Seq2SeqTransformer
 from subquad.options import choice_problem, integer_problem, number_problem
@@ -68,6 +69,8 @@ class NonAutoregressiveTransformerConfig(Seq2SeqTransformerConfig):
         sizes = (self.mask_token_id, self.vocab_size)
         if all(type(size) is int for size in sizes) and sizes[0] >= sizes[1]:
             yield f"mask_token_id={self.mask_token_id} must be < vocab_size={self.vocab_size}"
+        if self.eos_token_id is None:
+            yield "eos_token_id is needed: it ends what is written"
         if self.copy is True:
             yield "copy=True needs a decoder that writes one token after another"
 
@@ -135,6 +138,7 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
     """
 
     config_class = NonAutoregressiveTransformerConfig
+    accepts_loss_kwargs = False
     autoregressive = False
 
     def __init__(self, config: NonAutoregressiveTransformerConfig) -> None:
@@ -315,6 +319,7 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
         Raises:
             OptionError, ShapeError, DtypeError: if arguments do not fit.
         """
+        refuse(self, kwargs)
         if encoder_outputs is None:
             encoder_outputs = self.encode(
                 input_ids,
@@ -337,7 +342,7 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
             keep = decoder_attention_mask != 0
             logits = self.head(self._decoded(encoder_outputs, decoder_input_ids, keep, record))
             if labels is not None:
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+                loss = mean_cross_entropy(logits, labels)
         result = Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
@@ -487,11 +492,13 @@ def mask_predict(
     else:
         beam = min(length_beam, 2 * config.max_length_offset + 1)
         lengths = model.lengths(encoded, beam)
-        if max_lengths is not None:
-            lengths = torch.minimum(lengths, max_lengths[:, None].clamp(min=1))
+    most = lengths
+    if max_lengths is not None:
+        most = torch.minimum(lengths, max_lengths[:, None].clamp(min=1))
+        lengths = lengths if fixed else most
     for name, given in encoded.items():
         encoded[name] = given.repeat_interleave(beam, 0)
-    ids, logs, sizes = _refined(model, encoded, lengths.flatten(), iterations)
+    ids, logs, sizes = _refined(model, encoded, lengths.flatten(), most.flatten(), iterations)
     inside = torch.arange(ids.shape[1], device=ids.device) < sizes[:, None]
     scores = logs.masked_fill(~inside, 0.0).sum(1) / sizes**length_penalty
     best = scores.view(rows, beam).topk(n_best, 1)
@@ -501,9 +508,19 @@ def mask_predict(
 
 
 def _refined(
-    model: NonAutoregressiveTransformer, encoded: EncoderOutput, lengths: Tensor, iterations: int
+    model: NonAutoregressiveTransformer,
+    encoded: EncoderOutput,
+    lengths: Tensor,
+    most: Tensor,
+    iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens (R, N), their log p (R, N), and how many of them are the output (R,)."""
+    """Tokens (R, N), their log p (R, N), and how many of them are the output (R,).
+
+    Args:
+        model, encoded, iterations: as in `mask_predict`.
+        lengths: (R,) places that are written.
+        most: (R,) tokens before an end, where the model looks for it.
+    """
     config = model.config
     fixed = config.length_prediction == "fixed"
     never = [config.pad_token_id, config.bos_token_id, config.mask_token_id]
@@ -528,6 +545,9 @@ def _refined(
         ids = torch.where(hidden, tokens, ids)
         logs = torch.where(hidden, best, logs)
         if fixed:
+            over = (places >= most[:, None]) & (ids != model._end)
+            ids = ids.masked_fill(over, model._end)  # not the model's choice: at no cost
+            logs = logs.masked_fill(over, 0.0)
             ended = ids == model._end
             first = torch.where(ended.any(1), ended.long().argmax(1) + 1, ids.shape[1])
             behind = places >= first[:, None]

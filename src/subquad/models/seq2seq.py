@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationMixin
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import ModelOutput
@@ -26,6 +25,9 @@ from subquad.models.base import (
     StreamingModel,
     can_stream,
     keep_mask,
+    mean_cross_entropy,
+    recent,
+    refuse,
     shifted,
     streamed_positions,
 )
@@ -124,6 +126,7 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
     """
 
     config_class = Seq2SeqTransformerConfig
+    accepts_loss_kwargs = True
     decoder: TransformerDecoder
     main_input_name = "input_ids"
 
@@ -367,9 +370,8 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
                 record=record,
             )
         ids = streamed_positions(decoder_attention_mask, x.shape[1], self.decoder)
-        keep = None
-        if decoder_attention_mask is not None:
-            keep = keep_mask("decoder_attention_mask", decoder_attention_mask[:, -x.shape[1] :], x)
+        name, past = "decoder_attention_mask", past_key_values.get_seq_length()
+        keep = keep_mask(name, recent(name, decoder_attention_mask, x.shape[1], past), x)
         options: dict[str, Any] = {"key_mask": keep, "position_ids": ids, "record": record}
         state = past_key_values.state
         if state is None:
@@ -455,6 +457,7 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         input_features: Tensor | None = None,
         source_ids: Tensor | None = None,
         output_attentions: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
@@ -473,12 +476,15 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
             input_features: (B, T, mels) of sound in place of source tokens.
             source_ids: (B, S) what is copied, see `encode`.
             output_attentions: also `cross_attentions`, the weights (B, H, L, S) of each, O(L·S).
+            num_items_in_batch: what the sum of the loss is divided by, as `Trainer` gives it where
+                it accumulates gradients; default: the labels that are not −100.
             return_dict: False for a tuple.
 
         Raises:
             OptionError, ShapeError, DtypeError: if arguments do not fit.
             UnsupportedError: if a mechanism cannot do what is asked for.
         """
+        refuse(self, kwargs)
         if encoder_outputs is None:
             encoder_outputs = self.encode(
                 input_ids,
@@ -510,7 +516,7 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         )
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+            loss = mean_cross_entropy(logits, labels, num_items_in_batch)
         result = Seq2SeqLMOutput(
             loss=loss,
             logits=logits,

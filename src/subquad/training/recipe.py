@@ -431,6 +431,7 @@ def _value(hint: Any, checks: Mapping[str, Any], name: str, value: Any) -> tuple
 
 def _task_problems(task: Any, values: Mapping[str, Any]) -> Iterator[str]:
     """What the task has to say about its name, its model, its objective and their sections."""
+    from subquad.data.tokens import LEAST
     from subquad.training.tasks import TASKS, task_of
 
     if task is None:
@@ -456,6 +457,15 @@ def _task_problems(task: Any, values: Mapping[str, Any]) -> Iterator[str]:
     training = values.get("training") or Training()
     if training.steps is None and training.epochs is None and training.minutes is None:
         yield "training: give steps, epochs or minutes: none of them says how long to train"
+    data = values.get("data") or Data()
+    for name, given in (("train", data.train), ("valid", data.valid)):
+        files = given if isinstance(given, list | tuple) else [given]
+        if given is not None and not all(isinstance(one, str | Path) for one in files):
+            yield f"data.{name}={given!r} must be a file, or [source file, target file]"
+    tokenizer = values.get("tokenizer") or TokenizerOptions()
+    if tokenizer.path is None and tokenizer.vocab_size < LEAST[tokenizer.kind]:
+        size, least = tokenizer.vocab_size, LEAST[tokenizer.kind]
+        yield f"tokenizer.vocab_size={size} must be ≥ {least} with kind={tokenizer.kind}"
 
 
 # ---- plain values ------------------------------------------------------------------------

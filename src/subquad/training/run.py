@@ -2,6 +2,7 @@
 
 A run's folder holds::
 
+    .subquad         says that the folder is a run's: no other one is ever overwritten
     recipe.yaml      everything the run depends on, with every key
     tokenizer/       trained once
     data/            the examples as tokens, read from the disk
@@ -178,6 +179,9 @@ def train(
             prepared.objective.check(prepared.model)
         _same_data(folder, prepared.fingerprint)
         loop = _Loop(recipe, prepared, dict(task.metrics), folder, progress)
+        for note in loop.warnings():
+            say(f"note: {note}")
+            prepared.notes.append(note)
         checkpoint = last_checkpoint(folder / "checkpoints")
         if checkpoint is not None:
             say(f"continuing from step {int(checkpoint.name.rpartition('-')[2])}")
@@ -194,7 +198,7 @@ def _begin(folder: Path, recipe: Recipe, fresh: bool) -> bool:
     """Writes the recipe, or compares it with that of the run to be continued."""
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"out={str(folder)!r} is a file; give a folder")
-    path = folder / "recipe.yaml"
+    path, mark = folder / "recipe.yaml", folder / ".subquad"
     if path.is_file() and (folder / "data.json").is_file() and not fresh:
         differ = Recipe.load(path).differences(recipe)
         if differ:
@@ -206,12 +210,18 @@ def _begin(folder: Path, recipe: Recipe, fresh: bool) -> bool:
         if not best.exists() and best.with_name("best.old").exists():  # stopped in between
             os.replace(best.with_name("best.old"), best)
         replace(path, recipe.to_yaml())  # where it differs, it may
+        mark.touch()
         return True
-    if folder.is_dir() and any(one.name != f"{path.name}.part" for one in folder.iterdir()):
-        if not path.is_file():
-            raise OptionError(f"out={str(folder)!r} is not empty, and holds no run")
-        shutil.rmtree(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not mark.is_file():
+        raise OptionError(f"out={str(folder)!r} is not empty, and holds no run")
     folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    (folder / "data.json").unlink(missing_ok=True)  # first: what is left is no run to go on with
+    for one in folder.iterdir():
+        if one.is_dir() and not one.is_symlink():
+            shutil.rmtree(one)
+        elif one != mark:  # which stays: this may be stopped
+            one.unlink()
     replace(path, recipe.to_yaml())
     return False
 
@@ -413,6 +423,20 @@ class _Loop:
             return "minutes"
         return ""
 
+    def warnings(self) -> Iterator[str]:
+        """What in the recipe will not do what it says with this data."""
+        limits, warm_up = self.recipe.training, self.recipe.optimiser.warm_up
+        most = math.inf if limits.steps is None else limits.steps
+        if limits.epochs is not None:
+            batches = limits.epochs * len(self.stream.batches)
+            most = min(most, math.ceil(batches / limits.accumulate))
+        if most < warm_up:
+            yield (
+                f"training ends after about {most} steps, within optimiser.warm_up={warm_up}: the "
+                f"rate rises to {most / warm_up:.0%} of its peak alone. Lower the warm-up, or "
+                "train longer"
+            )
+
     # ---- a step --------------------------------------------------------------------------
 
     def precision(self) -> Any:
@@ -429,22 +453,29 @@ class _Loop:
         loss: Tensor = share * losses.total
         loss.backward()
         held = self.held
-        for name, value in {"loss": losses.total.detach(), **losses.terms}.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.double() * size  # on its device
+        told = {"loss": losses.total.detach(), **losses.terms, **losses.notes}
+        for name, value in told.items():
+            exact = value.double() if isinstance(value, Tensor) else value  # on its device
+            self.sums[name] = self.sums.get(name, 0.0) + exact * size
         held.sizes += size
         held.tokens += size
         return loss.detach()
 
+    def check(self, step: int) -> None:
+        """Raises where the loss is not finite any more: before a log's line, or a checkpoint."""
+        loss = float(self.sums.get("loss", 0.0))
+        if not math.isfinite(loss):
+            raise SubquadError(
+                f"the loss is {loss} at step {step}: training has diverged. Lower "
+                "optimiser.rate, lengthen optimiser.warm_up, or clip gradients (optimiser.clip). "
+                f"What was best before is in {self.folder / 'best'}"
+            )
+
     def log(self, step: int, rate: float, norm: Any) -> None:
         """A line of the log for the steps since the last one."""
         held = self.held
+        self.check(step)
         means = {name: float(value) / max(1, held.sizes) for name, value in self.sums.items()}
-        if not math.isfinite(means["loss"]):
-            raise SubquadError(
-                f"the loss is {means['loss']} at step {step}: training has diverged. Lower "
-                "optimiser.rate, lengthen optimiser.warm_up, or clip gradients (optimiser.clip). "
-                f"Checkpoints of before are in {self.checkpoints}"
-            )
         spent = held.training - held.logged
         point = {
             "kind": "train",
@@ -675,6 +706,8 @@ class _Loop:
                 control.should_evaluate = bool(due or held.stopped)
                 late = time.perf_counter() - loop.saved > 60.0 * options.checkpoint_minutes
                 control.should_save = control.should_evaluate or late
+                if control.should_save:
+                    loop.check(step)
                 control.should_training_stop |= bool(held.stopped)
 
             def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -137,8 +137,8 @@ def stepwise_cross_entropy(
         return total
     # Gradients of all tokens, back through the first one's graph, which has read the memory,
     gradients = gradients.through([first, *memory.tensors], [torch.ones_like(first)])
-    # and through the encoder's, which has written it.
-    gradients = gradients.through(encoder.tensors)
+    # and through the encoder's, which has written it and which penalties may stand in.
+    gradients = gradients.through(encoder.tensors, keep=True)
     known: Tensor = _Known.apply(total, gradients.sums, *parameters)  # type: ignore[no-untyped-call]
     return known
 
@@ -150,27 +150,37 @@ class _Gradients:
         self.tensors = list(tensors)
         self.sums: list[Tensor | None] = list(sums) or [None] * len(self.tensors)
 
-    def add(self, outputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> None:
-        """Adds Σ weight · ∇output."""
-        found = torch.autograd.grad(outputs, self.tensors, weights, allow_unused=True)
+    def add(
+        self,
+        outputs: Sequence[Tensor],
+        weights: Sequence[Tensor] | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Adds Σ weight · ∇output; the graph can be used again if it is kept."""
+        found = torch.autograd.grad(
+            outputs, self.tensors, weights, retain_graph=keep, allow_unused=True
+        )
         for index, one in enumerate(found):
             before = self.sums[index]
             if one is not None:
                 self.sums[index] = one if before is None else before + one
 
-    def through(self, outputs: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> _Gradients:
+    def through(
+        self, outputs: Sequence[Tensor], weights: Sequence[Tensor] = (), keep: bool = False
+    ) -> _Gradients:
         """Without the last leaves: their gradients are handed to what they were cut off from.
 
         Args:
             outputs: with a graph: what has `weights`, and what the last leaves stand for.
             weights: of the first ones; the others' are the leaves' gradients.
+            keep: the graph of the outputs.
         """
         size = len(self.tensors) - (len(outputs) - len(weights))
         pairs = zip(outputs, [*weights, *self.sums[size:]], strict=True)
         known = [(output, weight) for output, weight in pairs if weight is not None]
         rest = _Gradients(self.tensors[:size], self.sums[:size])
         if known:
-            rest.add([output for output, _ in known], [weight for _, weight in known])
+            rest.add([output for output, _ in known], [weight for _, weight in known], keep)
         return rest
 
 

@@ -152,7 +152,9 @@ class Objective:
     def _combinations(self, scheduled: bool) -> Iterator[str]:
         """What does not fit together."""
         if scheduled and self.feeding in ("teacher", "free"):
-            yield f"scheduled changes nothing with feeding={self.feeding}: it needs feeding=scheduled"
+            yield (
+                f"scheduled changes nothing with feeding={self.feeding}: it needs feeding=scheduled"
+            )
         if self.free_token != "argmax" and self.feeding != "free":
             yield (
                 f"free_token={self.free_token} needs feeding=free, given {self.feeding} "
@@ -285,6 +287,8 @@ class Objective:
             terms |= {name: (1 - share) * loss for name, loss in found.items()}
             if truth is not None:
                 notes["truth"] = truth
+        elif self.penalties and _asks(model):
+            Reading.of(model, batch).see()  # in training mode, what penalties are of
         if self.penalties and _asks(model):
             terms["penalties"] = self.penalties * penalties_of(model)
         total = torch.stack([term.to(next(iter(terms.values()))) for term in terms.values()]).sum()

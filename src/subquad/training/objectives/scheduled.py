@@ -81,7 +81,7 @@ class Scheduled(Config):
             if self.decay == "exponential":
                 yield from number_problem("k", self.k, 0.0, 1.0, open_low=True)
             elif self.decay == "inverse_sigmoid":
-                yield from number_problem("k", self.k, 1.0)
+                yield from number_problem("k", self.k, 1.0, open_low=True)
             else:
                 yield from number_problem("k", self.k, 0.0)
         if self.averages and self.variant in ("original", "parallel"):

@@ -47,11 +47,12 @@ Say = Callable[[str], None]
 
 Loss = Callable[[Any, Batch, float, torch.Generator], Any]
 """``objective(model, batch, progress, generator)``: `subquad.training.objectives.Losses`, with
-``total``, the mean over what `Prepared.size` counts, and ``terms`` of it, for the log."""
+``total``, the mean over what `Prepared.size` counts; its ``terms`` and ``notes`` go to the log."""
 
 OURS = frozenset(
     {"vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id",
-     "mask_token_id", "unk_token_id", "use_cache", "is_decoder", "is_encoder_decoder", "source_vocab_size"}
+     "mask_token_id", "unk_token_id", "use_cache", "is_decoder", "is_encoder_decoder",
+     "source_vocab_size"}
 )  # fmt: skip
 """Arguments of model configurations that the tokenizer and the task decide, not a recipe."""
 
