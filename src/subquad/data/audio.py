@@ -32,7 +32,7 @@ def read_wav(path: str | Path, rate: int | None = None) -> tuple[Tensor, int]:
 
     Args:
         path: of the file.
-        rate: to which the samples are `resample`d; None: the file's own.
+        rate: to which the samples are brought by `resample`; None: the file's own.
 
     Raises:
         OptionError: the file is missing, no WAV file of PCM samples, empty, or cut off; or
@@ -289,7 +289,7 @@ class LogMel(nn.Module):
     fft·mels)). There is nothing to learn and no buffer: the module is its arguments.
 
     Args:
-        rate: of the samples in Hz. Samples of another rate are `resample`d by the caller.
+        rate: of the samples in Hz; the caller brings others to it, see `resample`.
         mels: bands.
         window_ms, hop_ms: length of a window, and from one to the next, in milliseconds.
         fft: points of the transform; None: the least power of two that holds a window and
