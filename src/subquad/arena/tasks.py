@@ -227,7 +227,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "local": ("local(window=8)",),
     "strided": ("strided(stride=8)",),
     "global": (f"global(tokens=[{_SPREAD}])",),
-    "bigbird": ("bigbird(block=4, window=1, random=1)",),
+    "bigbird": ("bigbird(block=4, window=3, random=1)",),
     "routing": ("routing(clusters=4, window=8)",),
     "sinkhorn": ("sinkhorn(block=8)",),
     "reformer": ("reformer(rounds=2, buckets=8, chunk=4)",),
