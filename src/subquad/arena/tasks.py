@@ -297,7 +297,7 @@ REASONS: dict[str, dict[str, str]] = {
         "two layers of windows end before the data", "count", "copy", "fetch", "recall"
     ),
     "strided": _HOPS,
-    "bigbird": _HOPS | _because("the data are two hops away, by random blocks", "copy"),
+    "bigbird": _HOPS,
     "global": _because("a token reads itself and global tokens alone", "near")
     | _because("what it reads passes through a few global tokens", "copy", "fetch", "recall"),
     "routing": _ROUTED,
