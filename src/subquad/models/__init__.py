@@ -51,7 +51,7 @@ __all__ = sorted(_PLACES)
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _register()
+    register()
     return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 
@@ -59,8 +59,8 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def _register() -> None:
-    """Makes the Auto classes know the models, once."""
+def register() -> None:
+    """Makes transformers' Auto classes know the models; asking for any of them does so too."""
     try:
         import transformers
     except ImportError as error:
