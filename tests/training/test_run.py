@@ -433,7 +433,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(corpus, tmp_path, me
     assert set(ended) == {9, 0} and ended.count(9) >= min(len(moments), 20), errors
     same_run(whole, broken)
     reports = [json.loads((one / "report.json").read_text()) for one in (whole, broken)]
-    timed = ("seconds", "tokens_per_second", "folder", "resumed")
+    timed = ("seconds", "cpu_seconds", "tokens_per_second", "folder", "resumed")
     for report in reports:
         for point in (report, report["best"], report["last"]):
             for name in timed:

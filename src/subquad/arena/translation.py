@@ -253,8 +253,7 @@ def measure(
         "note": entry.note,
         "settings": entry.settings,
         "parameters": report["parameters"],
-        "train_seconds": report["seconds"],
-        "tokens_per_second": report["tokens_per_second"],
+        "cpu_seconds": report["cpu_seconds"],
         "epochs": report["epochs"],
         "steps": report["steps"],
         **measure_files(folder, sources, references),
@@ -305,7 +304,7 @@ def _seconds(translator: Any, sources: list[str]) -> float:
 def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['name']:10} greedy {row['greedy']['bleu']:.1f}  beam {row['beam']['bleu']:.1f}  "
-        f"{row['train_seconds'] / 60:.0f} minutes, {row['tokens_per_second']:.0f} tokens/s"
+        f"{row['cpu_seconds'] / 60:.0f} minutes"
     )
 
 
@@ -318,12 +317,12 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"{corpus['name']}, {corpus['pair']}, BLEU and chrF by sacrebleu on {corpus['test']}, by "
         f"the shipped recipe `{result['recipe']}`: only the attention differs from row to row. "
-        "Training by the clock on one thread, evaluations included, other work beside it; decoding "
-        f"in CPU time, in batches, median of three.",
+        "Times are CPU time of one thread: of a whole training, evaluations included, and of "
+        "decoding in batches, median of three.",
         "",
         "| attention | BLEU greedy | BLEU beam | less than exact | chrF beam | parameters "
-        "| minutes | tokens/s | ms a sentence greedy | beam |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| minutes of training | ms a sentence greedy | beam |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         greedy, beam = row["greedy"], row["beam"]
@@ -331,7 +330,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"| {row['name']} | {greedy['bleu']:.1f} | {beam['bleu']:.1f} | {behind} "
             f"| {beam['chrf']:.1f} | {row['parameters'] / 1e6:.1f}M "
-            f"| {row['train_seconds'] / 60:.0f} | {row['tokens_per_second']:,.0f} "
+            f"| {row['cpu_seconds'] / 60:.0f} "
             f"| {1e3 * greedy['seconds_a_sentence']:.1f} | {1e3 * beam['seconds_a_sentence']:.1f} |"
         )
     lines += ["", "Beams: " + ", ".join(str(row["beam"]["beams"]) for row in rows[:1]) + "."]

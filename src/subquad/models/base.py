@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 
@@ -17,6 +16,7 @@ from subquad.attention.stack import SelfAttentionBlock, TransformerDecoder, Tran
 from subquad.errors import DtypeError, OptionError, ShapeError
 from subquad.models.cache import StackCache
 from subquad.models.configuration import TransformerConfig
+from subquad.models.entropy import token_cross_entropy
 from subquad.positions import position_ids
 
 __all__ = [
@@ -185,7 +185,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, items: Tensor | int | Non
         items: labels of all batches whose gradients are added up; default: of this one.
     """
     flat = labels.flatten().long()
-    total = F.cross_entropy(logits.flatten(0, -2).float(), flat, reduction="sum")
+    total = token_cross_entropy(logits.flatten(0, -2), flat).sum()
     count = (flat != -100).sum().clamp_min(1) if items is None else items
     return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 

@@ -18,6 +18,7 @@ from transformers.utils.generic import ModelOutput
 from subquad.errors import OptionError, ShapeError, UnsupportedError
 from subquad.models.base import mean_cross_entropy, refuse
 from subquad.models.configuration import Seq2SeqTransformerConfig
+from subquad.models.entropy import token_cross_entropy
 from subquad.models.seq2seq import EncoderOutput, Seq2SeqTransformer
 from subquad.options import choice_problem, integer_problem, number_problem
 
@@ -195,12 +196,9 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
             ~keep, config.pad_token_id
         )
         logits = self.head(self._decoded(encoded, ids, keep))
-        entropies = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.masked_fill(~hidden, -100).flatten(),
-            label_smoothing=label_smoothing,
-            reduction="sum",
-        )
+        entropies = token_cross_entropy(
+            logits.flatten(0, 1), targets.masked_fill(~hidden, -100).flatten(), label_smoothing
+        ).sum()
         # Ends behind the first are easy and many: they add to the sum and not to the number.
         parts = {"cross_entropy": entropies / (hidden & counted).sum()}
         if self.length_head is not None:

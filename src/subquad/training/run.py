@@ -68,6 +68,8 @@ class RunReport:
         epochs: passes over the data.
         seconds: wall-clock time of training and evaluations, the time before a resumption
             included.
+        cpu_seconds: time of the processor in them, all threads: what is the same on a machine that
+            does other work beside it.
         tokens_per_second: labels that were trained on, in training time alone.
         best: step and metrics of the best checkpoint; its step is None where it is an average.
         last: metrics of the last evaluation.
@@ -88,6 +90,7 @@ class RunReport:
     stopped: str
     resumed: bool = False
     notes: tuple[str, ...] = ()
+    cpu_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -351,6 +354,7 @@ class _Held:
     """What a checkpoint keeps beside weights, optimiser and random states."""
 
     seconds: float = 0.0
+    cpu: float = 0.0  # seconds of the processor
     training: float = 0.0  # seconds, evaluations and checkpoints left out
     tokens: int = 0
     epochs: int = 0  # whole ones
@@ -392,6 +396,7 @@ class _Loop:
         self.held = _Held()
         self.sums: dict[str, Any] = {}  # of losses × sizes, for the log's next line
         self.start = self.saved = time.perf_counter()
+        self.cpu_start = time.process_time()
         self.writer: Any = None
 
     # ---- progress ------------------------------------------------------------------------
@@ -399,6 +404,10 @@ class _Loop:
     @property
     def seconds(self) -> float:
         return self.held.seconds + time.perf_counter() - self.start
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self.held.cpu + time.process_time() - self.cpu_start
 
     def share(self, step: int, *, clock: bool) -> float:
         """Progress of the run, 0 to 1; with the clock only where nothing else ends it."""
@@ -661,7 +670,9 @@ class _Loop:
         self.held.stream = self.stream.state()
         sums = {name: float(value) for name, value in self.sums.items()}
         counters = [getattr(part, name) for part, name in self._counters()]
-        held = dataclasses.replace(self.held, seconds=self.seconds, sums=sums, counters=counters)
+        held = dataclasses.replace(
+            self.held, seconds=self.seconds, cpu=self.cpu_seconds, sums=sums, counters=counters
+        )
         folder.mkdir(parents=True, exist_ok=True)
         save_model(self.model, str(folder / "model.safetensors"))
         save_file({"generator": self.generator.get_state()}, folder / "generator.safetensors")
@@ -693,6 +704,7 @@ class _Loop:
         class Marks(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 loop.start = loop.saved = time.perf_counter()
+                loop.cpu_start = time.process_time()
 
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 step = state.global_step
@@ -814,6 +826,7 @@ class _Loop:
             steps=int(state["global_step"]),
             epochs=self.stream.epochs,
             seconds=round(self.seconds, 3),
+            cpu_seconds=round(self.cpu_seconds, 3),
             tokens_per_second=round(held.tokens / max(held.training, 1e-9), 1),
             best=_read(self.folder / "best" / "metrics.json"),
             last=held.last,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from subquad.models.entropy import token_cross_entropy
 from subquad.training.objectives.reading import Reading, Seen
 
 __all__ = ["cross_entropy", "losses"]
@@ -48,7 +47,4 @@ def losses(reading: Reading, seen: Seen, labels: Tensor, label_smoothing: float 
         from subquad.models.copy import token_losses
 
         return token_losses(logits, labels[places], label_smoothing)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(
-        logits, labels[places], label_smoothing=label_smoothing, reduction="none"
-    )
+    return token_cross_entropy(logits, labels[places], label_smoothing)
