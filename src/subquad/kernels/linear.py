@@ -25,7 +25,7 @@ log-weight with a running maximum.
 
 Sums and states are float32 (float64 for float64 inputs), whatever the inputs are.
 Cost O((L+S)·M·(D+V)), causal + O(L·C·(M+V)) for chunks of C tokens; saved for the backward
-pass: inputs, output, normaliser and scale of each row, and one state a causal chunk.
+pass: inputs, output, normaliser and scale of each row, and a causal state every `keep` tokens.
 
 Algorithm: Choromanski et al. 2021, arXiv 2009.14794 (eq. 5, 6); Katharopoulos et al. 2020,
 arXiv 2006.16236 (eq. 5–12). The per-feature running maximum is ours.
@@ -169,6 +169,7 @@ class LinearMap:
     def __init__(
         self, weight: Tensor, bias: Tensor | None, activation: str, batch: int, dtype: torch.dtype
     ) -> None:
+        self.name = activation
         self.log = activation == "exp"
         self.activation = None if self.log else ACTIVATIONS[activation]
         self.features = weight.shape[-1] * (self.activation.expand if self.activation else 1)
@@ -506,8 +507,14 @@ def _absorb(p: Problem, i: int, j: int, state: tuple[Tensor, ...]) -> tuple[Tens
     return s, z, new, mass
 
 
-def forward(p: Problem, save: bool) -> Result:
-    """Runs a call; with `save` keeps the causal chunks' states for `backward`."""
+def forward(p: Problem, keep: int) -> Result:
+    """Runs a call.
+
+    Args:
+        p: the call.
+        keep: tokens from one causal state that is kept for `backward` to the next, a multiple of
+            the causal chunk; 0 keeps nothing.
+    """
     state: tuple[Tensor, ...] = p.start()
     out = p.v.new_empty(*p.q.shape[:-1], p.value)
     den = p.q.new_empty(p.q.shape[:-1], dtype=p.dtype)
@@ -520,7 +527,7 @@ def forward(p: Problem, save: bool) -> Result:
         state = _absorb(p, i, min(i + step, p.absorb), state)
     s, z, c, mass = state
     flags = torch.zeros(
-        (p.rows, p.groups, p.queries if save else 0), dtype=torch.bool, device=s.device
+        (p.rows, p.groups, p.queries if keep else 0), dtype=torch.bool, device=s.device
     )
     step = max(1, step // p.groups)
     for i in range(0, p.answered, step):
@@ -536,7 +543,7 @@ def forward(p: Problem, save: bool) -> Result:
         views[2][:, :, :, i:j] = p.split(top)
     step = p.chunk(True)
     chunks = -(-(p.keys - p.absorb) // step)
-    kept = chunks if save else 0
+    kept = -(-(p.keys - p.absorb) // keep) if keep else 0
     history = (
         s.new_empty(kept, *s.shape),
         z.new_empty(kept, *z.shape),
@@ -545,9 +552,9 @@ def forward(p: Problem, save: bool) -> Result:
     for t in range(chunks):
         i = p.absorb + t * step
         j = min(i + step, p.keys)
-        if kept:
+        if kept and t * step % keep == 0:
             for store, value in zip(history, state[:3], strict=True):
-                store[t] = value
+                store[t * step // keep] = value
         shift = p.answered - p.absorb
         bad, num, part, top, state = _causal(p, i, j, shift, state)
         a, b = i + shift, j + shift
@@ -710,7 +717,7 @@ class Gradients:
 
 def backward(
     p: Problem, result: Result, out_bar: Tensor, den_bar: Tensor | None,
-    s_bar: Tensor | None, z_bar: Tensor | None, need_bias: bool,
+    s_bar: Tensor | None, z_bar: Tensor | None, need_bias: bool, keep: int,
 ) -> Gradients:  # fmt: skip
     """Cotangents of every input, φ recomputed chunk by chunk.
 
@@ -730,15 +737,14 @@ def backward(
     )
     outer = _Outer(p, result, out_bar, den_bar)
     s, z, c, _ = result.state
-    step = p.chunk(True)
-    chunks = -(-(p.keys - p.absorb) // step)
-    for t in reversed(range(chunks)):
-        i = p.absorb + t * step
-        after = result.history[2][t + 1] if t + 1 < chunks else c
-        before = (result.history[0][t], result.history[1][t], result.history[2][t])
-        causal = _causal_backward if p.log else _plain_causal_backward
-        causal(p, outer, grads, i, min(i + step, p.keys), before, after, result)
-    if chunks:
+    after = c
+    for t in reversed(range(result.history[0].shape[0])):
+        begin = p.absorb + t * keep
+        for i, j, before in reversed(_states(p, result, t, begin, min(begin + keep, p.keys))):
+            causal = _causal_backward if p.log else _plain_causal_backward
+            causal(p, outer, grads, i, j, before, after, result)
+            after = before[2]
+    if p.absorb < p.keys:
         s, z, c = (h[0] for h in result.history)
     step = max(1, p.chunk(False) // p.groups)
     s_t, z_t = s.transpose(1, 2), z.transpose(1, 2)
@@ -775,6 +781,21 @@ def backward(
         grads.s.mul_(decay)
         grads.z.mul_(decay)
     return grads
+
+
+def _states(
+    p: Problem, result: Result, t: int, begin: int, end: int
+) -> list[tuple[int, int, tuple[Tensor, Tensor, Tensor]]]:
+    """Causal chunks (i, j, state before them) of a kept state: those between are made again."""
+    state: tuple[Tensor, ...] = (*(h[t] for h in result.history), result.state[3])
+    step, found = p.chunk(True), []
+    for i in range(begin, end, step):
+        j = min(i + step, end)
+        found.append((i, j, (state[0], state[1], state[2])))
+        if j < end:
+            s, z, *rest = state
+            state = _absorb(p, i, j, (s.clone(), z.clone(), *rest))
+    return found
 
 
 class _Outer:

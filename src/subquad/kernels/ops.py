@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.kernels.dispatch import engine, plan
 from subquad.kernels.linear import (
     ACTIVATIONS,
     FunctionMap,
@@ -46,13 +47,13 @@ def _linear_attention(
     q: Tensor, k: Tensor, v: Tensor, wq: Tensor, bq: Tensor | None, wk: Tensor,
     bk: Tensor | None, key_bias: Tensor | None, key_mask: Tensor | None, s: Tensor | None,
     z: Tensor | None, c: Tensor | None, mass: Tensor | None, activation: str, quad: float,
-    clip: float, absorb: int, save: bool,
+    clip: float, absorb: int, keep: int, backend: str,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     r = _run(
         q, k, v, wq, bq, wk, bk, key_bias, key_mask, _state(s, z, c, mass), activation, quad,
-        clip, absorb, save,
+        clip, absorb, keep, backend,
     )  # fmt: skip
     return (r.out, r.den, r.scale, *r.state, *r.history, r.flags)
 
@@ -60,14 +61,20 @@ def _linear_attention(
 def _run(
     q: Tensor, k: Tensor, v: Tensor, wq: Tensor, bq: Tensor | None, wk: Tensor,
     bk: Tensor | None, key_bias: Tensor | None, key_mask: Tensor | None, state: State | None,
-    activation: str, quad: float, clip: float, absorb: int, save: bool, borrow: bool = False,
+    activation: str, quad: float, clip: float, absorb: int, keep: int, backend: str,
+    borrow: bool = False,
 ) -> Result:  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):  # sums stay in float32
         query_map, key_map = _maps(q, wq, bq, wk, bk, activation)
         p = Problem(
             q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb, borrow
         )  # fmt: skip
-        return forward(p, save)
+        return engine(backend).forward(p, keep)
+
+
+def _features(wk: Tensor, activation: str) -> int:
+    """M of a map of R columns."""
+    return wk.shape[-1] * (1 if activation == "exp" else ACTIVATIONS[activation].expand)
 
 
 def _state(
@@ -80,14 +87,13 @@ def _state(
 
 @_linear_attention.register_fake
 def _shapes(*inputs: Any) -> tuple[Tensor, ...]:
-    q, _, v, _, _, wk, *_, activation, _, _, absorb, save = inputs
+    q, _, v, _, _, wk, *_, activation, _, _, absorb, keep, _ = inputs
     batch, heads, queries, _ = q.shape
     kv, keys, value = v.shape[1:]
     rows = batch * kv
-    features = wk.shape[-1] * (1 if activation == "exp" else ACTIVATIONS[activation].expand)
+    features = _features(wk, activation)
     width = features if activation == "exp" else 1
-    step = causal_chunk(features)
-    kept = (keys - absorb + step - 1) // step if save else 0
+    kept = (keys - absorb + keep - 1) // keep if keep else 0
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     shapes = (
         (batch, heads, queries),
@@ -100,7 +106,7 @@ def _shapes(*inputs: Any) -> tuple[Tensor, ...]:
         (kept, rows, features, 1),
         (kept, rows, 1, width),
     )
-    flags = q.new_empty((rows, heads // kv, queries if save else 0), dtype=torch.bool)
+    flags = q.new_empty((rows, heads // kv, queries if keep else 0), dtype=torch.bool)
     out = v.new_empty((batch, heads, queries, value))
     return (out, *(q.new_empty(shape, dtype=sums) for shape in shapes), flags)
 
@@ -112,7 +118,7 @@ def _linear_attention_backward(
     activation: str, quad: float, clip: float, absorb: int, out: Tensor, den: Tensor,
     scale: Tensor, s: Tensor, z: Tensor, c: Tensor, mass: Tensor, hs: Tensor, hz: Tensor,
     hc: Tensor, flags: Tensor, out_bar: Tensor, den_bar: Tensor | None, s_bar: Tensor | None,
-    z_bar: Tensor | None, need: list[bool],
+    z_bar: Tensor | None, need: list[bool], keep: int, backend: str,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
@@ -124,7 +130,9 @@ def _linear_attention_backward(
     p = Problem(q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb)
     result = Result(out, den, scale, (s, z, c, mass), (hs, hz, hc), flags)
     with torch.autocast(q.device.type, enabled=False):
-        g = backward(p, result, out_bar, den_bar, s_bar, z_bar, need[4])
+        g = engine(backend).backward(
+            p, result, out_bar, den_bar, s_bar, z_bar, need[4], keep
+        )  # fmt: skip
     empty = [q.new_empty(0) for _ in range(5)]
     wq_bar, bq_bar = query_map.collect()
     wk_bar, bk_bar = key_map.collect()
@@ -136,7 +144,7 @@ def _linear_attention_backward(
 @_linear_attention_backward.register_fake
 def _shapes_backward(*inputs: Any) -> tuple[Tensor, ...]:
     q, k, v, wq, bq, wk, bk, key_bias, *_ = inputs
-    s, z, need = inputs[17], inputs[18], inputs[-1]
+    s, z, need = inputs[17], inputs[18], inputs[-3]
     optional = (
         q.new_empty(tensor.shape if wanted else (0,), dtype=s.dtype if wanted else q.dtype)
         for tensor, wanted in zip((wq, bq, wk, bk, key_bias), need, strict=True)
@@ -152,11 +160,12 @@ def _shapes_backward(*inputs: Any) -> tuple[Tensor, ...]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     (q, k, v, wq, bq, wk, bk, key_bias, key_mask, s0, _, c0, _, *options) = inputs
     out, den, scale, *rest = output
-    if not options[-1]:
-        raise RuntimeError("linear attention was called without save=True but needs gradients")
+    *options, keep, backend = options
+    if not keep:
+        raise RuntimeError("linear attention was called with keep=0 but needs gradients")
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, wq, bq, wk, bk, key_bias, key_mask, c0, out, den, scale, *rest)
-    ctx.options = options[:-1]
+    ctx.options, ctx.run = options, (keep, backend)
     ctx.has_state = s0 is not None
 
 
@@ -169,7 +178,7 @@ def _backward(ctx: Any, *bars: Tensor | None) -> tuple[Tensor | None, ...]:
     needs = ctx.needs_input_grad
     need = [bool(needs[i]) for i in (3, 4, 5, 6, 7)]
     found = _linear_attention_backward(
-        *inputs, *ctx.options, *saved, out_bar, den_bar, s_bar, z_bar, need
+        *inputs, *ctx.options, *saved, out_bar, den_bar, s_bar, z_bar, need, *ctx.run
     )
     q, k, v, wq, bq, wk, bk, key_bias, s, z = found
     weights = [
@@ -177,7 +186,7 @@ def _backward(ctx: Any, *bars: Tensor | None) -> tuple[Tensor | None, ...]:
         for bar, t, wanted in zip((wq, bq, wk, bk, key_bias), inputs[3:8], need, strict=True)
     ]
     states = (s, z) if ctx.has_state else (None, None)
-    return (q, k, v, *weights, None, *states, *([None] * 7))
+    return (q, k, v, *weights, None, *states, *([None] * 8))
 
 
 torch.library.register_autograd("subquad::linear_attention", _backward, setup_context=_setup)
@@ -198,15 +207,19 @@ def linear_attention(
     s, z, c, mass = state if state is not None else (None, None, None, None)
     tensors = (q, k, v, wq, bq, wk, bk, key_bias, s, z)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    backend, kept = plan(
+        q.device.type, q.dtype, v.dtype, activation, _features(wk, activation), clip,
+        quad != 0.0 or key_bias is not None,
+    )  # fmt: skip
     if not save and not torch.compiler.is_compiling():  # the operator's overhead for nothing
         r = _run(
             q, k, v, wq, bq, wk, bk, key_bias, key_mask, state, activation, quad, clip, absorb,
-            False, borrow=True,
+            0, backend, borrow=True,
         )  # fmt: skip
         return r.out, r.den, r.scale, r.state
     out, den, scale, s, z, c, mass, *_ = _linear_attention(
         q, k, v, wq, bq, wk, bk, key_bias, key_mask, s, z, c, mass, activation, quad, clip,
-        absorb, save,
+        absorb, kept if save else 0, backend,
     )  # fmt: skip
     return out, den, scale.detach(), (s, z, c.detach(), mass.detach())
 
@@ -217,7 +230,7 @@ class _Functions(torch.autograd.Function):
                 key_bias: Tensor | None, s: Tensor | None, z: Tensor | None,
                 *parameters: Tensor) -> Any:  # fmt: skip
         p = make(q, k, v, key_bias, s, z)
-        r = forward(p, save)
+        r = forward(p, causal_chunk(p.features) if save else 0)
         ctx.set_materialize_grads(False)
         ctx.make, ctx.has_state = make, s is not None
         results = (r.out, r.den, r.scale, *r.state, *r.history, r.flags)
@@ -237,7 +250,8 @@ class _Functions(torch.autograd.Function):
             out_bar = torch.zeros_like(out)
         with torch.autocast(q.device.type, enabled=False):  # backward() may run inside autocast
             need = ctx.needs_input_grad[5]
-            g: Gradients = backward(p, result, out_bar, den_bar, s_bar, z_bar, need)
+            keep = causal_chunk(p.features)
+            g: Gradients = backward(p, result, out_bar, den_bar, s_bar, z_bar, need, keep)
         states = (g.s, g.z) if ctx.has_state else (None, None)
         totals = [
             _add(a, b) for a, b in zip(p.query_map.gradients, p.key_map.gradients, strict=True)

@@ -1,0 +1,921 @@
+// Linear attention in chunks, forward and backward: the algorithm of `subquad/kernels/linear.py`
+// with its three phases, in which the features of a chunk stay in the cache of one core.
+//
+// A row is a batch row and key-value head; rows are independent and divided among threads. A row's
+// scratch has padded widths: columns behind D, V or M are zeros, so that nothing below asks for
+// widths. phi is 2^(u - c) or an activation of u = x W + b.
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr float EMPTY = -1e30f;
+constexpr float NOWHERE = 2 * EMPTY;  // level of the columns behind M: their features are 0
+constexpr float TINY = 5.421010862427522e-20f;  // 2^-64
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+constexpr float RELU_EPSILON = 1e-3f;
+
+enum Activation { EXP = 0, RELU = 1, ELU = 2 };
+
+}  // namespace
+
+extern "C" {
+
+// One tensor (B, heads, n, width): element (b, h, i, d) is data[b*batch + h*head + i*token + d*last].
+struct Tensor {
+  void* data;
+  int64_t batch, head, token, last;
+  int32_t type, unused;
+};
+
+// phi = activation(x W + b): w is (row, D, R) in base 2 for EXP, back (row, D, R) as it is.
+struct Side {
+  const float *w, *back, *bias;
+  float *w_bar, *bias_bar;  // gradients, (N, D, R) and (N, R); null where nobody asks
+  int64_t w_row;            // floats from a head's W to the next
+  int64_t w_rows;           // distinct ones: row n has W number n % w_rows
+};
+
+struct Call {
+  Tensor q, k, v, out, out_bar, q_bar, k_bar, v_bar;
+  Side query, key;
+  float *den, *scale;                // (N, G, L)
+  const float *den_bar, *key_bias;   // (N, G, L), (N, S); may be null
+  const uint8_t* open;               // (B, S), may be null
+  float *bias_bar;                   // (N, S), may be null
+  float *s, *z, *c, *mass;           // state: in and out (N, M, V), (N, M), (N, M or 1), (N)
+  float *s_history, *z_history, *c_history;
+  float *s_bar, *z_bar;              // (N, M, V), (N, M): in and out
+  int64_t batch, kv, groups, queries, keys, features, q_width, value;
+  int64_t absorb, answered, keep, chunk, causal_chunk;
+  float quad;
+  int32_t activation, threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+// ---- threads --------------------------------------------------------------------------------
+
+// Runs work(0) ... work(units - 1), each once.
+template <class Work>
+void divide(int64_t units, int threads, const Work& work) {
+  threads = (int)std::min<int64_t>(threads, units);
+  if (threads <= 1) {
+    for (int64_t i = 0; i < units; i++) work(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  auto run = [&] {
+    for (int64_t i; (i = next.fetch_add(1)) < units;) work(i);
+  };
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; t++) {
+    try {
+      others.emplace_back(run);
+    } catch (const std::system_error&) {
+      break;  // no more threads: this one does the rest
+    }
+  }
+  run();
+  for (auto& one : others) one.join();
+}
+
+// A thread's memory, kept from call to call.
+struct Arena {
+  std::vector<float> held;
+  size_t used = 0;
+  float* base() {
+    auto at = reinterpret_cast<uintptr_t>(held.data());
+    return held.data() + (64 - at % 64) % 64 / sizeof(float);
+  }
+};
+
+thread_local Arena arena;
+
+// Rows of floats: a tensor's own where they can be read as they are, or a copy of them.
+struct Rows {
+  const float* data;
+  int64_t pitch;
+  const float* operator[](int64_t r) const { return data + r * pitch; }
+};
+
+// Matrices cut from the thread's arena, first counted, then placed.
+class Room {
+ public:
+  template <class Lay>
+  explicit Room(const Lay& lay) {
+    lay(*this);  // counts
+    if (arena.held.size() < need_ + 16) {
+      arena.held.clear();
+      arena.held.shrink_to_fit();
+      arena.held.resize(need_ + 16);
+    }
+    base_ = arena.base();
+    need_ = 0;
+    lay(*this);  // places
+  }
+  void take(float*& p, int64_t floats) {
+    if (base_) p = base_ + need_;
+    need_ += (size_t)((floats + 15) / 16 * 16);
+  }
+
+ private:
+  float* base_ = nullptr;
+  size_t need_ = 0;
+};
+
+// ---- one row --------------------------------------------------------------------------------
+
+class Row {
+ public:
+  Row(const Call& call, int64_t n, bool training)
+      : call(call),
+        n(n),
+        b(n / call.kv),
+        h(n % call.kv),
+        D(call.q_width),
+        V(call.value),
+        M(call.features),
+        most(std::max(call.chunk, call.causal_chunk)),
+        ld(pitch(D)),
+        lv(pitch(V)),
+        lm(pitch(M)),
+        lt(pitch(call.causal_chunk)),
+        wide_d(padded(D)),
+        wide_v(padded(V)),
+        wide_m(padded(M)),
+        room([&](Room& r) { lay(r, training); }) {
+    fill(wq, call.query.w, call.query);
+    fill(wk, call.key.w, call.key);
+    if (training) {
+      turn(wq_t, call.query.back, call.query);
+      turn(wk_t, call.key.back, call.key);
+    }
+    clear(bq, wide_m);
+    clear(bk, wide_m);
+    if (exponential()) std::fill(bk + M, bk + wide_m, NOWHERE);
+    if (call.query.bias) std::memcpy(bq, call.query.bias + n * M, M * sizeof(float));
+    if (call.key.bias) std::memcpy(bk, call.key.bias + n * M, M * sizeof(float));
+  }
+
+  // -- the state
+
+  void begin() {
+    const float* s0 = call.s + n * M * V;
+    for (int64_t m = 0; m < M; m++) {
+      std::memcpy(s + m * lv, s0 + m * V, V * sizeof(float));
+      clear(s + m * lv + V, lv - V);
+    }
+    for (int64_t m = M; m < wide_m; m++) clear(s + m * lv, lv);
+    clear(z, wide_m);
+    std::memcpy(z, call.z + n * M, M * sizeof(float));
+    for (int64_t m = 0; m < wide_m; m++) c[m] = exponential() ? m < M ? call.c[n * M + m] : NOWHERE : 0.0f;
+    mass = call.mass[n];
+  }
+
+  void empty() {
+    for (int64_t m = 0; m < wide_m; m++) clear(s + m * lv, lv);
+    clear(z, wide_m);
+    for (int64_t m = 0; m < wide_m; m++) c[m] = exponential() ? m < M ? EMPTY : NOWHERE : 0.0f;
+    mass = 0;
+  }
+
+  void end() {
+    keep_state(call.s + n * M * V, call.z + n * M, exponential() ? call.c + n * M : nullptr);
+    call.mass[n] = mass;
+  }
+
+  void keep_state(float* to_s, float* to_z, float* to_c) const {
+    for (int64_t m = 0; m < M; m++)
+      std::memcpy(to_s + m * V, s + m * lv, V * sizeof(float));
+    std::memcpy(to_z, z, M * sizeof(float));
+    if (to_c) std::memcpy(to_c, c, M * sizeof(float));
+  }
+
+  // Adds another row's state, which is left as it is.
+  void merge(const float* s2, const float* z2, const float* c2, float mass2) {
+    for (int64_t m = 0; m < M; m++) {
+      float mine = 1, theirs = 1;
+      if (exponential()) {
+        float level = std::max(c[m], c2[m]);
+        mine = std::exp2(c[m] - level), theirs = std::exp2(c2[m] - level);
+        c[m] = level;
+      }
+      for (int64_t j = 0; j < wide_v; j += W)
+        store(s + m * lv + j, load(s + m * lv + j) * mine + load(s2 + m * lv + j) * theirs);
+      z[m] = z[m] * mine + z2[m] * theirs;
+    }
+    mass += mass2;
+  }
+
+  // -- phase 1: keys i..j enter the state
+
+  void absorb(int64_t i, int64_t j) {
+    for (; i < j; i += call.chunk) {
+      int64_t t = std::min(call.chunk, j - i);
+      keys(i, t);
+      soon(call.k, h, i + t, call.chunk, j, D);
+      soon(call.v, h, i + t, call.chunk, j, V);
+      key_features(t);
+      rescale(c, s, z);
+      swap_level();
+      enter(t);
+    }
+  }
+
+  // -- phase 2: queries i..j read the state
+
+  void read(int64_t i, int64_t j) {
+    for (int64_t g = 0; g < call.groups; g++)
+      for (int64_t from = i; from < j; from += call.chunk) {
+        int64_t t = std::min(call.chunk, j - from);
+        queries(g, from, t);
+        soon(call.q, h * call.groups + g, from + t, call.chunk, j, D);
+        query_features(t, c);
+        for (int64_t r = 0; r < t; r++) den[r] = dot(pq + r * lm, z, wide_m);
+        product<false, false>(t, wide_v, wide_m, pq, lm, s, lv, num, lv);
+        answer(g, from, t);
+      }
+  }
+
+  // -- phase 3: keys and their queries walk together; false where a row underflows
+
+  bool causal(int64_t i, int64_t j) {
+    const int64_t first = i;
+    for (; i < j; i += call.causal_chunk) {
+      int64_t t = std::min(call.causal_chunk, j - i);
+      if (call.keep && (i - first) % call.keep == 0) {
+        int64_t at = (i - first) / call.keep * call.batch * call.kv + n;
+        keep_state(call.s_history + at * M * V, call.z_history + at * M,
+                   exponential() ? call.c_history + at * M : nullptr);
+        if (!exponential()) call.c_history[at] = 0;
+      }
+      keys(i, t);
+      soon(call.k, h, i + t, call.causal_chunk, j, D);
+      soon(call.v, h, i + t, call.causal_chunk, j, V);
+      key_features(t);
+      bool empty = level_is_empty();
+      rescale(c, s, z);
+      swap_level();
+      transpose(t, wide_m, pk, lm, pk_t, lt);
+      for (int64_t g = 0; g < call.groups; g++) {
+        int64_t from = i + call.answered - call.absorb;
+        queries(g, from, t);
+        soon(call.q, h * call.groups + g, from + t, call.causal_chunk, call.queries, D);
+        query_features(t, c);
+        triangle(t, pq, lm, wide_m, pk_t, inner);
+        product<false, false>(t, wide_v, wide_m, pq, lm, s, lv, num, lv);
+        bool seen = !empty;
+        for (int64_t r = 0; r < t; r++) {
+          Vec total{};
+          for (int64_t u = 0; u <= r; u += W) total += load(inner + r * lt + u);
+          den[r] = sum(total) + dot(pq + r * lm, z, wide_m);
+          seen = seen || !closed[r];
+          if (exponential() && seen && den[r] < TINY) return false;
+        }
+        below(t, wide_v, inner, y.data, y.pitch, num, lv);
+        answer(g, from, t);
+      }
+      enter(t);
+    }
+    return true;
+  }
+
+  // -- backward
+
+  // Queries i..j of phase 2, to whose state s_t, the transposed one, belongs.
+  void read_backward(int64_t i, int64_t j) {
+    transpose(M, wide_v, s, lv, s_t, lm);
+    for (int64_t g = 0; g < call.groups; g++)
+      for (int64_t from = i; from < j; from += call.chunk) {
+        int64_t t = std::min(call.chunk, j - from);
+        queries(g, from, t);
+        outer(g, from, t);
+        query_features_again(g, from, t);
+        product<false, false>(t, wide_m, wide_v, gr, lv, s_t, lm, bar, lm);
+        for (int64_t r = 0; r < t; r++) {
+          const float d = delta[r];
+          for (int64_t m = 0; m < wide_m; m += W) {
+            Vec x = load(bar + r * lm + m) + d * load(z + m), phi = load(pq + r * lm + m);
+            store(bar + r * lm + m, exponential() ? x * phi : x);
+            store(z_bar + m, load(z_bar + m) + d * phi);
+          }
+        }
+        product<true, true>(M, wide_v, t, pq, lm, gr, lv, s_bar, lv);
+        query_pullback(g, from, t);
+      }
+  }
+
+  void absorb_backward(int64_t i, int64_t j) {
+    transpose(M, wide_v, s_bar, lv, s_bar_t, lm);
+    for (; i < j; i += call.chunk) {
+      int64_t t = std::min(call.chunk, j - i);
+      keys(i, t);
+      key_features_again(t);
+      product<false, false>(t, wide_m, wide_v, y.data, y.pitch, s_bar_t, lm, key_bar, lm);
+      product<false, false>(t, wide_v, wide_m, pk, lm, s_bar, lv, num, lv);
+      for (int64_t r = 0; r < t; r++)
+        for (int64_t m = 0; m < wide_m; m += W) {
+          Vec x = load(key_bar + r * lm + m) + load(z_bar + m);
+          store(key_bar + r * lm + m, exponential() ? x * load(pk + r * lm + m) : x);
+        }
+      key_pullback(i, t);
+    }
+  }
+
+  // The causal keys, from the last kept state to the first. s_bar and z_bar arrive at the scale
+  // `c` of the final state and leave at that of the state before.
+  void causal_backward() {
+    const int64_t begin = call.absorb, C = call.causal_chunk, one = M * lv + 2 * wide_m;
+    const int64_t kept = (call.keys - begin + call.keep - 1) / call.keep;
+    for (int64_t m = 0; m < wide_m; m++) after[m] = c[m];
+    for (int64_t k = kept - 1; k >= 0; k--) {
+      const int64_t from = begin + k * call.keep;
+      const int64_t to = std::min(from + call.keep, call.keys);
+      const int64_t at = k * call.batch * call.kv + n;
+      for (int64_t m = 0; m < M; m++) {
+        std::memcpy(s + m * lv, call.s_history + (at * M + m) * V, V * sizeof(float));
+        clear(s + m * lv + V, lv - V);
+      }
+      std::memcpy(z, call.z_history + at * M, M * sizeof(float));
+      for (int64_t m = 0; m < M; m++) c[m] = exponential() ? call.c_history[at * M + m] : 0;
+      int64_t chunks = (to - from + C - 1) / C;
+      for (int64_t x = 0;; x++) {  // the states between the kept ones are made again
+        std::memcpy(states + x * one, s, M * lv * sizeof(float));
+        std::memcpy(states + x * one + M * lv, z, wide_m * sizeof(float));
+        std::memcpy(states + x * one + M * lv + wide_m, c,
+                    wide_m * sizeof(float));
+        if (x + 1 == chunks) break;
+        keys(from + x * C, C);
+        key_features(C);
+        rescale(c, s, z);
+        swap_level();
+        enter(C);
+      }
+      for (int64_t x = chunks - 1; x >= 0; x--) {
+        const float* held = states + x * one;
+        std::memcpy(s, held, M * lv * sizeof(float));
+        std::memcpy(z, held + M * lv, wide_m * sizeof(float));
+        std::memcpy(c, held + M * lv + wide_m, wide_m * sizeof(float));
+        causal_chunk_backward(from + x * C, std::min(C, to - from - x * C));
+        std::memcpy(after, c, wide_m * sizeof(float));
+      }
+    }
+  }
+
+  void begin_backward() {
+    begin();
+    for (int64_t m = 0; m < M; m++) {
+      std::memcpy(s_bar + m * lv, call.s_bar + (n * M + m) * V, V * sizeof(float));
+      clear(s_bar + m * lv + V, lv - V);
+    }
+    for (int64_t m = M; m < wide_m; m++) clear(s_bar + m * lv, lv);
+    clear(z_bar, wide_m);
+    std::memcpy(z_bar, call.z_bar + n * M, M * sizeof(float));
+    if (call.query.w_bar)
+      for (int64_t d = 0; d < D; d++) clear(wq_bar + d * lm, wide_m);
+    if (call.key.w_bar)
+      for (int64_t d = 0; d < D; d++) clear(wk_bar + d * lm, wide_m);
+    clear(bq_bar, wide_m);
+    clear(bk_bar, wide_m);
+  }
+
+  // The state that queries of phase 2 read and that keys of phase 1 made.
+  void first_state() {
+    if (call.absorb >= call.keys) return;  // the final one, which is there
+    for (int64_t m = 0; m < M; m++) {
+      std::memcpy(s + m * lv, call.s_history + (n * M + m) * V, V * sizeof(float));
+      clear(s + m * lv + V, lv - V);
+    }
+    std::memcpy(z, call.z_history + n * M, M * sizeof(float));
+    for (int64_t m = 0; m < M; m++) c[m] = exponential() ? call.c_history[n * M + m] : 0;
+  }
+
+  void end_backward() {
+    for (int64_t m = 0; m < M; m++)
+      std::memcpy(call.s_bar + (n * M + m) * V, s_bar + m * lv, V * sizeof(float));
+    std::memcpy(call.z_bar + n * M, z_bar, M * sizeof(float));
+    give(call.query, wq_bar, bq_bar);
+    give(call.key, wk_bar, bk_bar);
+  }
+
+  const float* state_s() const { return s; }
+  const float* state_z() const { return z; }
+  const float* state_c() const { return c; }
+  float state_mass() const { return mass; }
+  int64_t value_pitch() const { return lv; }
+
+ private:
+  const Call& call;
+  const int64_t n, b, h, D, V, M, most, ld, lv, lm, lt, wide_d, wide_v, wide_m;
+  float *wq, *wk, *wq_t, *wk_t, *bq, *bk, *s, *z, *c, *level, *s_t, *s_bar, *s_bar_t, *z_bar, *after;
+  float *x_copy, *xk_copy, *y_copy, *o_copy, *pq, *pk, *pk_t, *num, *den, *scale, *weight, *closed, *inner, *pair, *y_t;
+  float *gr, *delta, *bar, *key_bar, *y_bar, *x_bar, *states, *wq_bar, *wk_bar, *bq_bar, *bk_bar, *bar_w;
+  Rows x, xk, y;  // of the chunk: queries, keys, values
+  float mass = 0;
+  Room room;
+
+  bool exponential() const { return call.activation == EXP; }
+
+  static void clear(float* p, int64_t floats) {
+    if (floats > 0) std::memset(p, 0, floats * sizeof(float));
+  }
+
+  void lay(Room& r, bool training) {
+    const int64_t T = most + ROWS, C = call.causal_chunk + W;
+    r.take(wq, D * lm), r.take(wk, D * lm), r.take(bq, wide_m), r.take(bk, wide_m);
+    r.take(s, wide_m * lv), r.take(z, wide_m), r.take(c, wide_m), r.take(level, wide_m);
+    r.take(x_copy, T * ld), r.take(xk_copy, T * ld), r.take(y_copy, T * lv), r.take(pq, T * lm);
+    r.take(pk, T * lm), r.take(num, T * lv), r.take(den, T), r.take(scale, T);
+    r.take(weight, T), r.take(closed, T);
+    if (call.absorb < call.keys) {
+      r.take(pk_t, wide_m * lt), r.take(inner, C * lt);
+      if (training) r.take(pair, C * lt), r.take(y_t, wide_v * lt);
+    }
+    if (!training) return;
+    r.take(wq_t, wide_m * ld), r.take(wk_t, wide_m * ld), r.take(s_t, wide_v * lm);
+    r.take(s_bar, wide_m * lv), r.take(s_bar_t, wide_v * lm), r.take(z_bar, wide_m);
+    r.take(after, wide_m), r.take(gr, T * lv), r.take(o_copy, T * lv), r.take(delta, T);
+    r.take(bar, T * lm), r.take(key_bar, T * lm), r.take(y_bar, T * lv), r.take(x_bar, T * ld);
+    if (call.absorb < call.keys)
+      r.take(states, call.keep / call.causal_chunk * (M * lv + 2 * wide_m));
+    r.take(bar_w, D * lm), r.take(wq_bar, D * lm), r.take(wk_bar, D * lm), r.take(bq_bar, wide_m), r.take(bk_bar, wide_m);
+  }
+
+  // -- inputs
+
+  void fill(float* to, const float* w, const Side& side) const {
+    w += n % side.w_rows * side.w_row;
+    for (int64_t d = 0; d < D; d++) {
+      std::memcpy(to + d * lm, w + d * M, M * sizeof(float));
+      clear(to + d * lm + M, lm - M);
+    }
+  }
+
+  void turn(float* to, const float* w, const Side& side) const {
+    w += n % side.w_rows * side.w_row;
+    for (int64_t d = 0; d < D; d++) {
+      std::memcpy(bar_w + d * lm, w + d * M, M * sizeof(float));
+      clear(bar_w + d * lm + M, lm - M);
+    }
+    transpose(D, wide_m, bar_w, lm, to, ld);
+  }
+
+  Rows rows_of(const Tensor& tensor, int64_t head, int64_t i, int64_t t, int64_t width, int64_t ldx,
+               float* to, bool own = false) const {
+    int64_t at = b * tensor.batch + head * tensor.head + i * tensor.token;
+    if (!own && tensor.type == FLOAT32 && tensor.last == 1 && width % W == 0)
+      return {(const float*)tensor.data + at, tensor.token};
+    for (int64_t r = 0; r < t; r++, at += tensor.token) {
+      read_row(to + r * ldx, tensor.data, tensor.type, at, tensor.last, width);
+      clear(to + r * ldx + width, padded(width) - width);
+    }
+    return {to, ldx};
+  }
+
+  // Asks for rows that will be read next.
+  void soon(const Tensor& tensor, int64_t head, int64_t i, int64_t t, int64_t tokens,
+            int64_t width) const {
+    t = std::min(t, tokens - i);
+    if (t <= 0 || tensor.last != 1 || tensor.token != width) return;
+    const int64_t size = tensor.type == FLOAT32 ? 4 : 2;
+    ahead.add((const char*)tensor.data +
+                  (b * tensor.batch + head * tensor.head + i * tensor.token) * size,
+              t * width * size);
+  }
+
+  void to_rows(const Tensor& tensor, int64_t head, int64_t i, int64_t t, int64_t width, int64_t ldx,
+               const float* from) const {
+    int64_t at = b * tensor.batch + head * tensor.head + i * tensor.token;
+    for (int64_t r = 0; r < t; r++, at += tensor.token)
+      write_row(tensor.data, tensor.type, at, from + r * ldx, width);
+  }
+
+  // Keys into xk, values into y, log2-weights and closed flags.
+  void keys(int64_t i, int64_t t) {
+    bool any = false;
+    for (int64_t r = 0; r < t; r++) {
+      const bool shut = call.open && !call.open[b * call.keys + i + r];
+      closed[r] = shut;
+      any |= shut;
+    }
+    xk = rows_of(call.k, h, i, t, D, ld, xk_copy, any);
+    y = rows_of(call.v, h, i, t, V, lv, y_copy, any);
+    for (int64_t r = 0; r < t; r++) {
+      const bool shut = closed[r] != 0;
+      if (shut) clear(xk_copy + r * ld, wide_d), clear(y_copy + r * lv, wide_v);
+      float w = 0;
+      if (call.quad != 0) w -= call.quad * LOG2E * dot(xk[r], xk[r], wide_d);
+      if (call.key_bias) w += LOG2E * call.key_bias[n * call.keys + i + r];
+      weight[r] = shut ? -INFINITY : w;
+    }
+  }
+
+  void queries(int64_t g, int64_t i, int64_t t) {
+    x = rows_of(call.q, h * call.groups + g, i, t, D, ld, x_copy);
+  }
+
+  static float dot(const float* a, const float* b, int64_t wide) {
+    Vec total{};
+    for (int64_t j = 0; j < wide; j += W) total += load(a + j) * load(b + j);
+    return sum(total);
+  }
+
+  // -- features
+
+  Vec activated(Vec u) const {
+    if (call.activation == RELU) return larger(u, Vec{}) + RELU_EPSILON;
+    return choose(u > Vec{}, u + 1.0f, exp2(LOG2E * choose(u > Vec{}, Vec{}, u)));
+  }
+
+  void plain(float* p, int64_t t, const float* bias, bool shut) const {
+    for (int64_t r = 0; r < t; r++) {
+      for (int64_t m = 0; m < wide_m; m += W)
+        store(p + r * lm + m, activated(load(p + r * lm + m) + load(bias + m)));
+      clear(p + r * lm + M, wide_m - M);
+      if (shut && closed[r] != 0) clear(p + r * lm, wide_m);
+    }
+  }
+
+  // phi_k of a chunk into pk, the new running maximum into `level`.
+  void key_features(int64_t t) {
+    product<false, false>(t, wide_m, D, xk.data, xk.pitch, wk, lm, pk, lm);
+    if (!exponential()) {
+      plain(pk, t, bk, true);
+      std::memcpy(level, c, wide_m * sizeof(float));
+      for (int64_t r = 0; r < t; r++) mass += closed[r] == 0;
+      return;
+    }
+    for (int64_t m = 0; m < wide_m; m += W) {
+      const Vec bias = load(bk + m);
+      Vec most = load(c + m);
+      for (int64_t r = 0; r < t; r++) {
+        Vec u = load(pk + r * lm + m) + (bias + weight[r]);
+        store(pk + r * lm + m, u);
+        most = larger(u, most);
+      }
+      store(level + m, most);
+      for (int64_t r = 0; r < t; r++)
+        store(pk + r * lm + m, exp2(load(pk + r * lm + m) - most));
+    }
+    for (int64_t r = 0; r < t; r++) clear(pk + r * lm + M, wide_m - M);
+  }
+
+  // The same at the final level: `after` in a causal chunk, c elsewhere.
+  void key_features_at(int64_t t, const float* at) {
+    product<false, false>(t, wide_m, D, xk.data, xk.pitch, wk, lm, pk, lm);
+    if (!exponential()) return plain(pk, t, bk, true);
+    for (int64_t r = 0; r < t; r++) {
+      for (int64_t m = 0; m < wide_m; m += W) {
+        Vec u = load(pk + r * lm + m) + (load(bk + m) + weight[r]);
+        store(pk + r * lm + m, exp2(u - load(at + m)));
+      }
+      clear(pk + r * lm + M, wide_m - M);
+    }
+  }
+
+  void key_features_again(int64_t t) { key_features_at(t, c); }
+
+  // phi_q of a chunk into pq and the rows' log2 scales; `at` is the keys' level.
+  void query_features(int64_t t, const float* at) {
+    product<false, false>(t, wide_m, D, x.data, x.pitch, wq, lm, pq, lm);
+    if (!exponential()) {
+      plain(pq, t, bq, false);
+      for (int64_t r = 0; r < t; r++) scale[r] = 0;
+      return;
+    }
+    for (int64_t r = 0; r < t; r++) {
+      float* p = pq + r * lm;
+      Vec most = all(NOWHERE);
+      for (int64_t m = 0; m < wide_m; m += W) {
+        Vec u = load(p + m) + (load(bq + m) + load(at + m));
+        store(p + m, u);
+        most = larger(u, most);
+      }
+      scale[r] = top(most);
+      for (int64_t m = 0; m < wide_m; m += W) store(p + m, exp2(load(p + m) - scale[r]));
+    }
+  }
+
+  // The same with the scales that the forward pass found.
+  void query_features_at(int64_t g, int64_t i, int64_t t, const float* at) {
+    product<false, false>(t, wide_m, D, x.data, x.pitch, wq, lm, pq, lm);
+    if (!exponential()) return plain(pq, t, bq, false);
+    const float* found = call.scale + (n * call.groups + g) * call.queries + i;
+    for (int64_t r = 0; r < t; r++) {
+      float* p = pq + r * lm;
+      for (int64_t m = 0; m < wide_m; m += W)
+        store(p + m, exp2(load(p + m) + (load(bq + m) + load(at + m)) - found[r]));
+    }
+  }
+
+  void query_features_again(int64_t g, int64_t i, int64_t t) { query_features_at(g, i, t, c); }
+
+  // -- the state again
+
+  bool level_is_empty() const {
+    if (!exponential()) return false;
+    for (int64_t m = 0; m < M; m++)
+      if (c[m] > 0.5f * EMPTY) return false;
+    return true;
+  }
+
+  // A state at scale `from` comes to scale `level`.
+  void rescale(const float* from, float* to_s, float* to_z) const {
+    if (!exponential()) return;
+    for (int64_t m = 0; m < wide_m; m += W) {
+      const Vec decay = exp2(load(from + m) - load(level + m));
+      store(to_z + m, load(to_z + m) * decay);
+      for (int l = 0; l < W && m + l < M; l++) {
+        const float d = decay[l];
+        if (d == 1.0f) continue;
+        for (int64_t j = 0; j < wide_v; j += W)
+          store(to_s + (m + l) * lv + j, d * load(to_s + (m + l) * lv + j));
+      }
+    }
+  }
+
+  void swap_level() { std::memcpy(c, level, wide_m * sizeof(float)); }
+
+  void enter(int64_t t) {
+    for (int64_t m = 0; m < wide_m; m += W) {
+      Vec total = load(z + m);
+      for (int64_t r = 0; r < t; r++) total += load(pk + r * lm + m);
+      store(z + m, total);
+    }
+    product<true, true>(M, wide_v, t, pk, lm, y.data, y.pitch, s, lv);
+  }
+
+  // -- results
+
+  void answer(int64_t g, int64_t i, int64_t t) {
+    for (int64_t r = 0; r < t; r++) {
+      const Vec factor = all(den[r] == 0 ? 1.0f : 1.0f / den[r]);
+      for (int64_t j = 0; j < wide_v; j += W)
+        store(num + r * lv + j, load(num + r * lv + j) * factor);
+    }
+    to_rows(call.out, h * call.groups + g, i, t, V, lv, num);
+    const int64_t at = (n * call.groups + g) * call.queries + i;
+    std::memcpy(call.den + at, den, t * sizeof(float));
+    std::memcpy(call.scale + at, scale, t * sizeof(float));
+  }
+
+  // -- causal chunks: only what a row sees is computed, in blocks of ROWS rows
+
+  // to (t x t) = tril(a bT) for a (t x wide) and bT (wide x t).
+  void triangle(int64_t t, const float* a, int64_t lda, int64_t wide, const float* b_t,
+                float* to) const {
+    for (int64_t r = 0; r < t; r += BLOCK) {
+      const int64_t rows = std::min<int64_t>(BLOCK, t - r), seen = padded(r + rows);
+      product<false, false>(rows, seen, wide, a + r * lda, lda, b_t, lt, to + r * lt, lt);
+      for (int64_t i = r; i < r + rows; i++) clear(to + i * lt + i + 1, lt - i - 1);
+    }
+  }
+
+  // to (t x wide) += tril (t x t) times b (t x wide).
+  void below(int64_t t, int64_t wide, const float* tril, const float* b, int64_t ldb, float* to,
+             int64_t ldc) const {
+    for (int64_t r = 0; r < t; r += BLOCK) {
+      const int64_t rows = std::min<int64_t>(BLOCK, t - r);
+      product<true, false>(rows, wide, r + rows, tril + r * lt, lt, b, ldb, to + r * ldc, ldc);
+    }
+  }
+
+  // to (t x wide) += trilT (t x t) times b (t x wide).
+  void above(int64_t t, int64_t wide, const float* tril, const float* b, float* to, int64_t ldb) {
+    for (int64_t r = 0; r < t; r += BLOCK) {
+      const int64_t rows = std::min<int64_t>(BLOCK, t - r);
+      product<true, true>(rows, wide, t - r, tril + r * lt + r, lt, b + r * ldb, ldb, to + r * ldb,
+                          ldb);
+    }
+  }
+
+  static constexpr int64_t BLOCK = 2 * ROWS;
+
+  // -- backward
+
+  // g = out_bar / den and delta = den_bar - sum(g * out).
+  void outer(int64_t g, int64_t i, int64_t t) {
+    const int64_t head = h * call.groups + g, at = (n * call.groups + g) * call.queries + i;
+    const Rows bars = rows_of(call.out_bar, head, i, t, V, lv, gr);
+    const Rows o = rows_of(call.out, head, i, t, V, lv, o_copy);
+    for (int64_t r = 0; r < t; r++) {
+      const float d = call.den[at + r];
+      const Vec factor = all(d == 0 ? 0.0f : 1.0f / d);
+      for (int64_t j = 0; j < wide_v; j += W)
+        store(gr + r * lv + j, load(bars[r] + j) * factor);
+      delta[r] = (call.den_bar ? call.den_bar[at + r] : 0.0f) - dot(gr + r * lv, o[r], wide_v);
+    }
+  }
+
+  Vec slope(Vec phi) const {
+    if (call.activation == RELU) return choose(phi <= all(RELU_EPSILON), Vec{}, all(1.0f));
+    return choose(phi > all(1.0f), all(1.0f), phi);
+  }
+
+  void derive(float* p, const float* phi, int64_t t) const {
+    if (exponential()) return;
+    for (int64_t r = 0; r < t; r++)
+      for (int64_t m = 0; m < wide_m; m += W)
+        store(p + r * lm + m, load(p + r * lm + m) * slope(load(phi + r * lm + m)));
+  }
+
+  void collect(const Side& side, Rows from, const float* p, int64_t t, float* w_to,
+               float* b_to) const {
+    if (side.w_bar) product<true, true>(D, wide_m, t, from.data, from.pitch, p, lm, w_to, lm);
+    if (side.bias_bar)
+      for (int64_t m = 0; m < wide_m; m += W) {
+        Vec total = load(b_to + m);
+        for (int64_t r = 0; r < t; r++) total += load(p + r * lm + m);
+        store(b_to + m, total);
+      }
+  }
+
+  void give(const Side& side, const float* w_from, const float* b_from) const {
+    if (side.w_bar)
+      for (int64_t d = 0; d < D; d++)
+        std::memcpy(side.w_bar + (n * D + d) * M, w_from + d * lm, M * sizeof(float));
+    if (side.bias_bar) std::memcpy(side.bias_bar + n * M, b_from, M * sizeof(float));
+  }
+
+  void query_pullback(int64_t g, int64_t i, int64_t t) {
+    derive(bar, pq, t);
+    collect(call.query, x, bar, t, wq_bar, bq_bar);
+    product<false, false>(t, wide_d, wide_m, bar, lm, wq_t, ld, x_bar, ld);
+    to_rows(call.q_bar, h * call.groups + g, i, t, D, ld, x_bar);
+  }
+
+  // From the cotangents key_bar of ln phi_k (or phi_k) and `num` of the values.
+  void key_pullback(int64_t i, int64_t t) {
+    if (!exponential())
+      for (int64_t r = 0; r < t; r++)
+        if (closed[r] != 0) clear(key_bar + r * lm, wide_m);
+    derive(key_bar, pk, t);
+    collect(call.key, xk, key_bar, t, wk_bar, bk_bar);
+    product<false, false>(t, wide_d, wide_m, key_bar, lm, wk_t, ld, x_bar, ld);
+    for (int64_t r = 0; r < t; r++) {
+      float total = 0;
+      if (call.quad != 0 || call.bias_bar) {
+        Vec parts{};
+        for (int64_t m = 0; m < wide_m; m += W) parts += load(key_bar + r * lm + m);
+        total = closed[r] != 0 ? 0.0f : sum(parts);
+      }
+      if (call.quad != 0)
+        for (int64_t d = 0; d < wide_d; d += W)
+          store(x_bar + r * ld + d,
+                load(x_bar + r * ld + d) - 2 * call.quad * total * load(xk[r] + d));
+      if (call.bias_bar) call.bias_bar[n * call.keys + i + r] = total;
+      if (closed[r] != 0) clear(x_bar + r * ld, wide_d), clear(num + r * lv, wide_v);
+    }
+    to_rows(call.k_bar, h, i, t, D, ld, x_bar);
+    to_rows(call.v_bar, h, i, t, V, lv, num);
+  }
+
+  // One causal chunk; s, z at scale c are the state before it, `after` is the level behind it.
+  void causal_chunk_backward(int64_t i, int64_t t) {
+    keys(i, t);
+    key_features_at(t, after);
+    transpose(t, wide_m, pk, lm, pk_t, lt);
+    transpose(t, wide_v, y.data, y.pitch, y_t, lt);
+    transpose(M, wide_v, s_bar, lv, s_bar_t, lm);
+    product<false, false>(t, wide_m, wide_v, y.data, y.pitch, s_bar_t, lm, key_bar, lm);
+    for (int64_t r = 0; r < t; r++)
+      for (int64_t m = 0; m < wide_m; m += W)
+        store(key_bar + r * lm + m, load(key_bar + r * lm + m) + load(z_bar + m));
+    product<false, false>(t, wide_v, wide_m, pk, lm, s_bar, lv, num, lv);
+    std::memcpy(level, after, wide_m * sizeof(float));
+    rescale(c, s, z);
+    transpose(M, wide_v, s, lv, s_t, lm);
+    const int64_t from = i + call.answered - call.absorb;
+    for (int64_t g = 0; g < call.groups; g++) {
+      queries(g, from, t);
+      outer(g, from, t);
+      query_features_at(g, from, t, after);
+      triangle(t, pq, lm, wide_m, pk_t, inner);
+      triangle(t, gr, lv, wide_v, y_t, pair);
+      for (int64_t r = 0; r < t; r++)
+        for (int64_t u = 0; u <= r; u++) pair[r * lt + u] += delta[r];
+      product<false, false>(t, wide_m, wide_v, gr, lv, s_t, lm, bar, lm);
+      below(t, wide_m, pair, pk, lm, bar, lm);
+      for (int64_t r = 0; r < t; r++) {
+        const float d = delta[r];
+        for (int64_t m = 0; m < wide_m; m += W) {
+          Vec u = load(bar + r * lm + m) + d * load(z + m), phi = load(pq + r * lm + m);
+          store(bar + r * lm + m, exponential() ? u * phi : u);
+          store(z_bar + m, load(z_bar + m) + d * phi);
+        }
+      }
+      above(t, wide_m, pair, pq, key_bar, lm);
+      above(t, wide_v, inner, gr, num, lv);
+      product<true, true>(M, wide_v, t, pq, lm, gr, lv, s_bar, lv);
+      query_pullback(g, from, t);
+    }
+    if (exponential())
+      for (int64_t r = 0; r < t; r++)
+        for (int64_t m = 0; m < wide_m; m += W)
+          store(key_bar + r * lm + m, load(key_bar + r * lm + m) * load(pk + r * lm + m));
+    key_pullback(i, t);
+    rescale(c, s_bar, z_bar);
+  }
+};
+
+// ---- calls ----------------------------------------------------------------------------------
+
+int64_t segments(const Call& call, int64_t rows, int64_t tokens) {
+  if (call.threads <= 1 || rows % call.threads == 0 || tokens < 4 * call.chunk) return 1;
+  int64_t wanted = (2 * call.threads + rows - 1) / rows;
+  return std::max<int64_t>(1, std::min(wanted, tokens / (2 * call.chunk)));
+}
+
+int64_t cut(int64_t tokens, int64_t part, int64_t parts) { return tokens * part / parts; }
+
+}  // namespace
+
+#define API __attribute__((visibility("default")))
+
+extern "C" {
+
+API int subquad_version() { return 1; }
+
+API int subquad_call_size() { return (int)sizeof(Call); }
+
+// 0, or 1 where a causal row underflowed: the results are then not to be used.
+API int subquad_forward(const Call* given) {
+  const Call& call = *given;
+  const int64_t rows = call.batch * call.kv;
+  std::atomic<int> bad{0};
+  const int64_t parts = segments(call, rows, std::max(call.absorb, call.answered));
+  if (parts == 1) {
+    divide(rows, call.threads, [&](int64_t n) {
+      Row row(call, n, false);
+      row.begin();
+      row.absorb(0, call.absorb);
+      row.read(0, call.answered);
+      if (!row.causal(call.absorb, call.keys)) bad = 1;
+      row.end();
+    });
+    return bad;
+  }
+  // Few rows: parts of the keys enter states of their own, which are then added up.
+  const int64_t lv = pitch(call.value), M = call.features, own = M * lv + 2 * M + 1;
+  std::vector<float> held(rows * parts * own);
+  divide(rows * parts, call.threads, [&](int64_t unit) {
+    Row row(call, unit / parts, false);
+    const int64_t part = unit % parts;
+    if (part == 0)
+      row.begin();
+    else
+      row.empty();
+    row.absorb(cut(call.absorb, part, parts), cut(call.absorb, part + 1, parts));
+    float* to = held.data() + unit * own;
+    std::memcpy(to, row.state_s(), M * lv * sizeof(float));
+    std::memcpy(to + M * lv, row.state_z(), M * sizeof(float));
+    std::memcpy(to + M * lv + M, row.state_c(), M * sizeof(float));
+    to[own - 1] = row.state_mass();
+  });
+  auto gather = [&](Row& row, int64_t n) {
+    row.empty();
+    for (int64_t part = 0; part < parts; part++) {
+      const float* from = held.data() + (n * parts + part) * own;
+      row.merge(from, from + M * lv, from + M * lv + M, from[own - 1]);
+    }
+  };
+  divide(rows * parts, call.threads, [&](int64_t unit) {
+    Row row(call, unit / parts, false);
+    gather(row, unit / parts);
+    row.read(cut(call.answered, unit % parts, parts), cut(call.answered, unit % parts + 1, parts));
+  });
+  divide(rows, call.threads, [&](int64_t n) {
+    Row row(call, n, false);
+    gather(row, n);
+    if (!row.causal(call.absorb, call.keys)) bad = 1;
+    row.end();
+  });
+  return bad;
+}
+
+API int subquad_backward(const Call* given) {
+  const Call& call = *given;
+  divide(call.batch * call.kv, call.threads, [&](int64_t n) {
+    Row row(call, n, true);
+    row.begin_backward();
+    if (call.absorb < call.keys) row.causal_backward();
+    row.first_state();
+    row.read_backward(0, call.answered);
+    row.absorb_backward(0, call.absorb);
+    row.end_backward();
+  });
+  return 0;
+}
+
+}  // extern "C"
