@@ -447,3 +447,114 @@ def test_narrower_vectors_give_the_same(tmp_path):
 def test_the_struct_is_the_one_that_c_has():
     assert library.library().subquad_call_size() == engine.ctypes.sizeof(engine._Call)
     assert shutil.which(COMPILER)
+
+
+# ---- steps -----------------------------------------------------------------------------------
+
+
+def decode(mech, tokens, *, count=None, between=None):
+    """Outputs of steps of `count` tokens behind a prefill of 5, and the last state."""
+    q, k, v = tokens
+    with torch.no_grad():
+        out, state = mech.prefill(q[:, :, :5], k[:, :, :5], v[:, :, :5])
+        parts, at = [out], 5
+        while at < q.shape[2]:
+            if between is not None:
+                between(at)
+            part = slice(at, at + (count or 1))
+            out, state = mech.step(q[:, :, part], k[:, :, part], v[:, :, part], state)
+            parts.append(out)
+            at += count or 1
+    return torch.cat(parts, 2), state
+
+
+def tokens(heads=4, kv=2, length=29, dtype=torch.float32):
+    return [
+        randn(2, h, length, 16, seed=30 + i, dtype=dtype) for i, h in enumerate((heads, kv, kv))
+    ]
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """How often a prepared step ran."""
+    from subquad.kernels.native.step import Step
+
+    calls = []
+    run = Step.__call__
+    monkeypatch.setattr(Step, "__call__", lambda *args: calls.append(1) or run(*args))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["performer", "performer(estimator=relu)", "linear"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_prepared_steps_are_the_steps(prepared, name, count):
+    mech = sq.build(name, head_dim=16, num_heads=4, num_kv_heads=2)
+    given = tokens()
+    with sq.kernels.use("torch"):
+        wanted, last = decode(mech, given, count=count)
+    assert not prepared
+    found, state = decode(mech, given, count=count)
+    assert len(prepared) == 24 // count - 1  # all but the first, which prepares
+    agree({"out": found, "s": state.s}, {"out": wanted, "s": last.s}, BOUND)
+    assert state.length == 29
+
+
+def test_a_prepared_step_is_forgotten_when_something_changes(prepared):
+    mech = sq.build("performer(features=16)", head_dim=16, num_heads=4, num_kv_heads=2)
+    given = tokens()
+    decode(mech, given)
+    ran = len(prepared)
+    other = sq.build("performer(features=16)", head_dim=16, num_heads=4, num_kv_heads=2, seed=7)
+
+    def changed(at):
+        if at == 17:
+            mech.projection.copy_(other.projection)
+
+    first = mech.projection.clone()
+    found, _ = decode(mech, given, between=changed)
+    mech.projection.copy_(first)
+    with sq.kernels.use("torch"):
+        wanted, _ = decode(mech, given, between=changed)
+    agree({"out": found}, {"out": wanted}, BOUND)
+    assert len(prepared) - ran == 23  # all but the one behind the change
+    mech.projection = mech.projection.clone()
+    before = len(prepared)
+    decode(mech, given)
+    assert len(prepared) == before + 23
+    # another dtype or batch is the whole path's
+    half = [t.to(torch.bfloat16) for t in given]
+    assert decode(mech, half)[0].dtype == torch.bfloat16
+    assert decode(mech, [t[:1] for t in given])[0].shape[0] == 1
+
+
+def test_a_prepared_step_takes_no_call_that_is_another(prepared):
+    mech = sq.build("performer(features=16)", head_dim=16, num_heads=4, num_kv_heads=2)
+    given = tokens()
+    _, state = decode(mech, given)
+    q, k, v = (t[:, :, :1] for t in given)
+    ran = len(prepared)
+    mask = torch.zeros(2, 1, dtype=torch.bool)
+    with torch.no_grad():
+        out, new = mech.step(q, k, v, state, key_mask=mask)
+        assert torch.equal(new.s, state.s)
+        scaled = mech.step(q, k, v, state, scale=0.1)[0]
+        assert not torch.equal(scaled, out)
+        with pytest.raises(sq.errors.ShapeError):
+            mech.step(q[:1], k[:1], v[:1], state)
+        with pytest.raises(sq.errors.ShapeError):
+            mech.step(q, k[..., :3], v, state)
+        reading, same = mech.step(q, None, None, state)
+        assert same is state and reading.shape == out.shape
+    q.requires_grad_()
+    mech.step(q, k, v, state)[0].sum().backward()
+    assert q.grad is not None and len(prepared) == ran
+
+
+def test_a_mechanism_that_decodes_can_be_copied_and_saved():
+    import copy
+    import pickle
+
+    mech = sq.build("performer(features=16)", head_dim=16, num_heads=4, num_kv_heads=2)
+    found, _ = decode(mech, tokens())
+    for other in (copy.deepcopy(mech), pickle.loads(pickle.dumps(mech))):
+        assert torch.equal(decode(other, tokens())[0], found)

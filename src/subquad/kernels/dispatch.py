@@ -32,6 +32,7 @@ __all__ = [
     "engine",
     "explain",
     "explain_block",
+    "forced",
     "forget",
     "plan",
     "use",
@@ -94,6 +95,11 @@ def engine(backend: str) -> Engine:
 
 
 _forced: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
+
+
+def forced() -> str | None:
+    """The backend that `use` asks for."""
+    return _forced.get()
 
 
 @contextlib.contextmanager

@@ -175,11 +175,21 @@ class LinearMap:
         self.features = weight.shape[-1] * (self.activation.expand if self.activation else 1)
         self.batch = batch
         self.shared = weight.dim() == 3, bias is not None and bias.dim() == 2
-        unit = LOG2E if self.log else 1.0
+        self.unit = LOG2E if self.log else 1.0
         self.plain = weight.to(dtype)
-        self.scaled = self.plain * unit
-        self.bias = None if bias is None else self._rows(bias.to(dtype).unsqueeze(-2) * unit)
+        self.plain_bias = None if bias is None else bias.to(dtype)
         self.gradients: list[Tensor | None] = [None, None]
+
+    @functools.cached_property
+    def scaled(self) -> Tensor:
+        """W in units of the features' base."""
+        return self.plain * self.unit
+
+    @functools.cached_property
+    def bias(self) -> Tensor | None:
+        """b of each row in those units, (N, 1, R)."""
+        bias = self.plain_bias
+        return None if bias is None else self._rows(bias.unsqueeze(-2) * self.unit)
 
     @functools.cached_property
     def weight(self) -> Tensor:
@@ -206,7 +216,8 @@ class LinearMap:
 
     def track(self, weight: bool, bias: bool) -> None:
         if weight:
-            self.gradients[0] = torch.zeros_like(self.weight)
+            rows = self.batch * self.plain.shape[-3]
+            self.gradients[0] = self.plain.new_zeros(rows, *self.plain.shape[-2:])
         if bias:
             assert self.bias is not None
             self.gradients[1] = torch.zeros_like(self.bias)

@@ -10,9 +10,11 @@ algorithm, its stabilisation and its cost are documented in `subquad.kernels.lin
 from __future__ import annotations
 
 import math
+import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,7 +24,9 @@ from subquad.attention.masks import Mask
 from subquad.attention.outside import Side, outside
 from subquad.attention.partial import Partial, combine
 from subquad.errors import OptionError, ShapeError
+from subquad.kernels.dispatch import choose, forced
 from subquad.kernels.linear import ACTIVATIONS, LN2
+from subquad.kernels.native.step import Step
 from subquad.kernels.ops import linear_attention, linear_attention_functions
 
 __all__ = [
@@ -264,10 +268,122 @@ def _absolute(out: Tensor, den: Tensor, log_scale: Tensor, query_log: Tensor | N
     return Partial(out * den[..., None], den, log_scale)
 
 
+@dataclass(eq=False)
+class _Prepared:
+    """A step that was prepared for a mechanism, as long as its tensors are what they were."""
+
+    step: Step
+    scale: float | None
+    held: tuple[tuple[Tensor, int], ...]
+
+
+class _Threads(threading.local):
+    """Prepared steps of the mechanisms that a thread decodes with."""
+
+    def __init__(self) -> None:
+        self.held: WeakKeyDictionary[Mechanism, _Prepared] = WeakKeyDictionary()
+
+
+_threads = _Threads()
+STEP = 8
+"""Most tokens of a step that is worth preparing."""
+
+
+def _stepped(
+    mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, state: LinearState, scale: float | None
+) -> tuple[Tensor, State] | None:
+    """A step by what was prepared, or None where that does not fit."""
+    prepared = _threads.held.get(mechanism)
+    if (
+        prepared is None
+        or prepared.scale != scale
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or forced() not in (None, "native")
+        or not prepared.step.takes(q, k, v)
+    ):
+        return None
+    sums = state.s, state.z, state.c, state.mass
+    if (
+        state.s.shape != prepared.step.shapes[0]
+        or any(t.dtype != torch.float32 or not t.is_contiguous() for t in sums)
+        or any(t._version != version for t, version in prepared.held)
+        or any(a is not b for a, (b, _) in zip(_tensors_of(mechanism), prepared.held, strict=True))
+    ):
+        return None
+    found = prepared.step(q, k, v, sums)
+    if found is None:
+        return None
+    out, (s, z, c, mass) = found
+    return out, LinearState(s, z, c, mass, state.length + k.shape[2])
+
+
+def _tensors_of(mechanism: Mechanism) -> list[Tensor]:
+    return [
+        t for t in (*mechanism._parameters.values(), *mechanism._buffers.values()) if t is not None
+    ]
+
+
+def _prepare(
+    mechanism: KernelMechanism, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> None:
+    """Prepares steps like this one, where that is possible."""
+    _threads.held.pop(mechanism, None)
+    if (
+        q.dim() != 4
+        or q.shape[2] > STEP
+        or q.shape[2] != k.shape[2]
+        or any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (q, k, v))
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or not mechanism._fixed()
+    ):
+        return
+    held = _tensors_of(mechanism)
+    if any(t.is_inference() for t in held):  # their changes are not counted
+        return
+    maps = mechanism._features(q, None, None, mechanism._scale(scale))
+    assert isinstance(maps, LinearFeatures), "fixed maps are linear"
+    weighted = maps.quad != 0.0
+    choice = choose(
+        "cpu", q.dtype, v.dtype, maps.activation, maps.wk.shape[-1], maps.clip, weighted
+    )
+    if choice.backend != "native" or maps.bq is not None or maps.bk is not None:
+        return
+    step = Step(q, k, v, maps.wq, maps.wk, maps.activation, maps.quad)
+    _threads.held[mechanism] = _Prepared(step, scale, tuple((t, t._version) for t in held))
+
+
 class KernelMechanism(Mechanism):
     """Base of mechanisms that only choose feature maps."""
 
     state_type = LinearState
+
+    def _fixed(self) -> bool:
+        """Whether the maps of a call depend on its scale alone, and on no input."""
+        return False
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        state: State | None,
+        *,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[Tensor, State]:
+        """As `Mechanism.step`; steps like the one before are prepared once on a CPU."""
+        if torch.compiler.is_compiling() or k is None or v is None or key_mask is not None:
+            return super().step(q, k, v, state, key_mask=key_mask, scale=scale)
+        if isinstance(state, LinearState):
+            found = _stepped(self, q, k, v, state, scale)
+            if found is not None:
+                return found
+        out, new = super().step(q, k, v, state, scale=scale)
+        if state is not None:
+            _prepare(self, q, k, v, scale)
+        return out, new
 
     @abstractmethod
     def _features(

@@ -230,6 +230,9 @@ class Linear(KernelMechanism):
     def _scale(self, scale: float | None) -> float:
         return 1.0 if scale is None else float(scale)
 
+    def _fixed(self) -> bool:
+        return self.config.fused
+
     def _features(
         self, q: Tensor, k: Tensor | None, mask: Mask | None, scale: float
     ) -> FeatureMaps:

@@ -495,6 +495,10 @@ class Performer(KernelMechanism):
             k = k.masked_fill(~mask.key[:, None, :, None], 0.0)  # junk must not reach key_bias
         return self._gauged(q, k, omega, gauge, root)
 
+    def _fixed(self) -> bool:
+        plain = self.config.estimator in ("positive", "hyperbolic", "relu")
+        return plain and not self.config.uses_moments
+
     def _plain(self, q: Tensor, omega: Tensor, root: float) -> LinearFeatures:
         """softmax features of x = √scale·q, y = √scale·k."""
         weight = omega.transpose(-1, -2) * root

@@ -31,10 +31,16 @@ class _Tensor(ctypes.Structure):
 
 class _Side(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("w", "back", "bias", "w_bar", "bias_bar")),
-        ("w_row", ctypes.c_int64),
-        ("w_rows", ctypes.c_int64),
-    ]
+        *((name, ctypes.c_void_p) for name in ("w", "bias", "w_bar", "bias_bar")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "batch", "head", "width", "feature", "bias_batch", "bias_head", "bias_feature",
+            )
+        ),
+        ("unit", ctypes.c_float),
+        ("unused", ctypes.c_int32),
+    ]  # fmt: skip
 
 
 class _Call(ctypes.Structure):
@@ -45,7 +51,8 @@ class _Call(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "den", "scale", "den_bar", "key_bias", "open", "bias_bar", "s", "z", "c", "mass",
+                "den", "scale", "den_bar", "key_bias", "open", "bias_bar",
+                "s_in", "z_in", "c_in", "mass_in", "s", "z", "c", "mass",
                 "s_history", "z_history", "c_history", "s_bar", "z_bar",
             )
         ),
@@ -62,22 +69,36 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
 
+LARGE = 1 << 22
+"""Bytes from which new memory is asked for in large pages."""
+
+
+def _fresh(native: ctypes.CDLL, *tensors: Tensor) -> None:
+    """Tells the system that memory which was just allocated will be written from end to end."""
+    for tensor in tensors:
+        if tensor.nbytes >= LARGE:
+            native.subquad_large_pages(
+                ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes)
+            )
+
+
 def _tensor(tensor: Tensor) -> _Tensor:
     return _Tensor(tensor.data_ptr(), *tensor.stride(), DTYPES[tensor.dtype], 0)
 
 
-def _side(side: LinearMap, held: list[Tensor]) -> _Side:
-    """A map's struct; `held` keeps alive what it points to."""
-    scaled, plain = side.scaled.contiguous(), side.plain.contiguous()
-    size = scaled.shape[-1] * scaled.shape[-2]
-    held += [scaled, plain]
-    bias = 0
-    if side.bias is not None:
-        rows = side.bias.contiguous()
-        held.append(rows)
-        bias = rows.data_ptr()
-    bars = [0 if t is None else t.data_ptr() for t in side.gradients]
-    return _Side(scaled.data_ptr(), plain.data_ptr(), bias, *bars, size, scaled.numel() // size)
+def _side(side: LinearMap) -> _Side:
+    """A map's struct; the map keeps alive what it points to."""
+    w, bias, (w_bar, bias_bar) = side.plain, side.plain_bias, side.gradients
+    return _Side(
+        w.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        0 if w_bar is None else w_bar.data_ptr(),
+        0 if bias_bar is None else bias_bar.data_ptr(),
+        *(w.stride() if w.dim() == 4 else (0, *w.stride())),
+        *((0, 0, 0) if bias is None else bias.stride() if bias.dim() == 3 else (0, *bias.stride())),
+        side.unit,
+        0,
+    )
 
 
 def _call(p: Problem, held: list[Tensor], keep: int) -> _Call:
@@ -85,7 +106,7 @@ def _call(p: Problem, held: list[Tensor], keep: int) -> _Call:
     assert isinstance(query, LinearMap) and isinstance(key, LinearMap), "refused before"
     call = _Call()
     call.q, call.k, call.v = _tensor(p.q), _tensor(p.k), _tensor(p.v)
-    call.query, call.key = _side(query, held), _side(key, held)
+    call.query, call.key = _side(query), _side(key)
     if p.key_bias is not None:
         bias = p.key_bias.to(torch.float32).contiguous()
         held.append(bias)
@@ -104,15 +125,6 @@ def _call(p: Problem, held: list[Tensor], keep: int) -> _Call:
     return call
 
 
-def _start(p: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The state that the library works in: never the caller's own, unless nothing enters it."""
-    if p.state is not None:
-        copy = p.keys > 0 or not p.borrow
-        s, z, c, mass = (t.to(torch.float32, copy=copy).contiguous() for t in p.state)
-        return s, z, c, mass
-    return p.start()
-
-
 def _weighted(p: Problem) -> bool:
     """Whether the state of a plain map is of keys with weights, which have a scale."""
     return not p.log and p.state is not None and bool(p.state[2].any())
@@ -126,7 +138,14 @@ def forward(p: Problem, keep: int) -> Result:
         return linear.forward(p, keep)
     held: list[Tensor] = []
     call = _call(p, held, keep)
-    s, z, c, mass = _start(p)
+    new = p.q.new_empty
+    shape, width = (p.rows, p.features), p.features if p.log else 1
+    s, z = new(*shape, p.value, dtype=torch.float32), new(*shape, 1, dtype=torch.float32)
+    c, mass = new(p.rows, 1, width, dtype=torch.float32), new(p.rows, 1, 1, dtype=torch.float32)
+    if p.state is not None:
+        before = [t.to(torch.float32).contiguous() for t in p.state]
+        held += before
+        call.s_in, call.z_in, call.c_in, call.mass_in = (t.data_ptr() for t in before)
     out = p.v.new_empty(*p.q.shape[:-1], p.value)
     den = p.q.new_empty(p.q.shape[:-1], dtype=torch.float32)
     scale = torch.empty_like(den)
@@ -136,6 +155,7 @@ def forward(p: Problem, keep: int) -> Result:
         z.new_empty(kept, *z.shape),
         c.new_empty(kept, *c.shape),
     )
+    _fresh(native, out, *history)
     call.out = _tensor(out)
     call.den, call.scale = den.data_ptr(), scale.data_ptr()
     call.s, call.z, call.c, call.mass = (t.data_ptr() for t in (s, z, c, mass))
@@ -159,6 +179,7 @@ def backward(
     call = _call(p, held, keep)
     plain = torch.contiguous_format
     q_bar, k_bar, v_bar = (torch.empty_like(t, memory_format=plain) for t in (p.q, p.k, p.v))
+    _fresh(native, q_bar, k_bar, v_bar)
     bias_bar = p.k.new_empty(p.k.shape[:-1], dtype=torch.float32) if need_bias else None
     s, z, c, mass = (t.contiguous() for t in result.state)
     shape = (p.rows, p.features)

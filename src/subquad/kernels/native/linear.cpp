@@ -12,6 +12,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "vectors.h"
 
 namespace {
@@ -36,12 +40,15 @@ struct Tensor {
   int32_t type, unused;
 };
 
-// phi = activation(x W + b): w is (row, D, R) in base 2 for EXP, back (row, D, R) as it is.
+// phi = activation((x W + b) * unit): element (b, h, d, r) of W is w[b*batch + h*head + d*width +
+// r*feature], where batch is 0 for a W that all batch rows have.
 struct Side {
-  const float *w, *back, *bias;
+  const float *w, *bias;    // bias: null, or element (b, h, r) in the same way
   float *w_bar, *bias_bar;  // gradients, (N, D, R) and (N, R); null where nobody asks
-  int64_t w_row;            // floats from a head's W to the next
-  int64_t w_rows;           // distinct ones: row n has W number n % w_rows
+  int64_t batch, head, width, feature;
+  int64_t bias_batch, bias_head, bias_feature;
+  float unit;  // log2(e) for exponential maps, or 1 where W and b are in base 2 already
+  int32_t unused;
 };
 
 struct Call {
@@ -51,7 +58,8 @@ struct Call {
   const float *den_bar, *key_bias;   // (N, G, L), (N, S); may be null
   const uint8_t* open;               // (B, S), may be null
   float *bias_bar;                   // (N, S), may be null
-  float *s, *z, *c, *mass;           // state: in and out (N, M, V), (N, M), (N, M or 1), (N)
+  const float *s_in, *z_in, *c_in, *mass_in;  // state (N, M, V), (N, M), (N, M or 1), (N), or null
+  float *s, *z, *c, *mass;                    // the new one
   float *s_history, *z_history, *c_history;
   float *s_bar, *z_bar;              // (N, M, V), (N, M): in and out
   int64_t batch, kv, groups, queries, keys, features, q_width, value;
@@ -64,7 +72,7 @@ struct Call {
 
 namespace {
 
-// ---- threads --------------------------------------------------------------------------------
+// ---- memory and threads --------------------------------------------------------------------------------
 
 // Runs work(0) ... work(units - 1), each once.
 template <class Work>
@@ -88,6 +96,18 @@ void divide(int64_t units, int threads, const Work& work) {
   }
   run();
   for (auto& one : others) one.join();
+}
+
+// Results that were just allocated are written once: in pages of 2 MiB the system has to give
+// them out, and to look them up, five hundred times less often. Where it cannot, nothing happens.
+void large_pages(const void* p, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t from = ((uintptr_t)p + page - 1) / page * page, to = ((uintptr_t)p + bytes) / page * page;
+  if (from < to) madvise((void*)from, to - from, MADV_HUGEPAGE);
+#else
+  (void)p, (void)bytes;
+#endif
 }
 
 // A thread's memory, kept from call to call.
@@ -154,34 +174,41 @@ class Row {
         wide_d(padded(D)),
         wide_v(padded(V)),
         wide_m(padded(M)),
+        in_place(!training && call.queries + call.keys < 64 && ready(call.query) && ready(call.key)),
         room([&](Room& r) { lay(r, training); }) {
-    fill(wq, call.query.w, call.query);
-    fill(wk, call.key.w, call.key);
-    if (training) {
-      turn(wq_t, call.query.back, call.query);
-      turn(wk_t, call.key.back, call.key);
+    pk = pks;
+    lwq = lwk = lm;
+    if (in_place) {
+      wq = own(call.query), lwq = call.query.width;
+      wk = own(call.key), lwk = call.key.width;
+      clear(bq, wide_m);
+      clear(bk, wide_m);
+    } else {
+      fill(call.query, wq_copy, bq, training ? wq_t : nullptr);
+      fill(call.key, wk_copy, bk, training ? wk_t : nullptr);
+      wq = wq_copy, wk = wk_copy;
     }
-    clear(bq, wide_m);
-    clear(bk, wide_m);
     if (exponential()) std::fill(bk + M, bk + wide_m, NOWHERE);
-    if (call.query.bias) std::memcpy(bq, call.query.bias + n * M, M * sizeof(float));
-    if (call.key.bias) std::memcpy(bk, call.key.bias + n * M, M * sizeof(float));
   }
 
   // -- the state
 
-  void begin() {
-    const float* s0 = call.s + n * M * V;
+  void begin(const float* s_in, const float* z_in, const float* c_in, const float* mass_in) {
+    if (!s_in) return empty();
+    const float* s0 = s_in + n * M * V;
     for (int64_t m = 0; m < M; m++) {
       std::memcpy(s + m * lv, s0 + m * V, V * sizeof(float));
       clear(s + m * lv + V, lv - V);
     }
     for (int64_t m = M; m < wide_m; m++) clear(s + m * lv, lv);
     clear(z, wide_m);
-    std::memcpy(z, call.z + n * M, M * sizeof(float));
-    for (int64_t m = 0; m < wide_m; m++) c[m] = exponential() ? m < M ? call.c[n * M + m] : NOWHERE : 0.0f;
-    mass = call.mass[n];
+    std::memcpy(z, z_in + n * M, M * sizeof(float));
+    for (int64_t m = 0; m < wide_m; m++)
+      c[m] = exponential() ? m < M ? c_in[n * M + m] : NOWHERE : 0.0f;
+    mass = mass_in[n];
   }
+
+  void begin() { begin(call.s_in, call.z_in, call.c_in, call.mass_in); }
 
   void empty() {
     for (int64_t m = 0; m < wide_m; m++) clear(s + m * lv, lv);
@@ -192,6 +219,7 @@ class Row {
 
   void end() {
     keep_state(call.s + n * M * V, call.z + n * M, exponential() ? call.c + n * M : nullptr);
+    if (!exponential()) call.c[n] = 0;
     call.mass[n] = mass;
   }
 
@@ -323,13 +351,14 @@ class Row {
       keys(i, t);
       key_features_again(t);
       product<false, false>(t, wide_m, wide_v, y.data, y.pitch, s_bar_t, lm, key_bar, lm);
-      product<false, false>(t, wide_v, wide_m, pk, lm, s_bar, lv, num, lv);
+      const Target values = target(call.v_bar, h, i, V, num, lv);
+      product<false, false>(t, wide_v, wide_m, pk, lm, s_bar, lv, values.data, values.pitch);
       for (int64_t r = 0; r < t; r++)
         for (int64_t m = 0; m < wide_m; m += W) {
           Vec x = load(key_bar + r * lm + m) + load(z_bar + m);
           store(key_bar + r * lm + m, exponential() ? x * load(pk + r * lm + m) : x);
         }
-      key_pullback(i, t);
+      key_pullback(i, t, values);
     }
   }
 
@@ -355,26 +384,30 @@ class Row {
         std::memcpy(states + x * one + M * lv, z, wide_m * sizeof(float));
         std::memcpy(states + x * one + M * lv + wide_m, c,
                     wide_m * sizeof(float));
+        const int64_t t = std::min(C, to - from - x * C);
+        pk = pks + x * C * lm;
+        keys(from + x * C, t);
+        key_features(t);
         if (x + 1 == chunks) break;
-        keys(from + x * C, C);
-        key_features(C);
         rescale(c, s, z);
         swap_level();
-        enter(C);
+        enter(t);
       }
       for (int64_t x = chunks - 1; x >= 0; x--) {
         const float* held = states + x * one;
         std::memcpy(s, held, M * lv * sizeof(float));
         std::memcpy(z, held + M * lv, wide_m * sizeof(float));
         std::memcpy(c, held + M * lv + wide_m, wide_m * sizeof(float));
+        pk = pks + x * C * lm;
         causal_chunk_backward(from + x * C, std::min(C, to - from - x * C));
         std::memcpy(after, c, wide_m * sizeof(float));
       }
     }
+    pk = pks;
   }
 
   void begin_backward() {
-    begin();
+    begin(call.s, call.z, call.c, call.mass);
     for (int64_t m = 0; m < M; m++) {
       std::memcpy(s_bar + m * lv, call.s_bar + (n * M + m) * V, V * sizeof(float));
       clear(s_bar + m * lv + V, lv - V);
@@ -418,9 +451,12 @@ class Row {
  private:
   const Call& call;
   const int64_t n, b, h, D, V, M, most, ld, lv, lm, lt, wide_d, wide_v, wide_m;
-  float *wq, *wk, *wq_t, *wk_t, *bq, *bk, *s, *z, *c, *level, *s_t, *s_bar, *s_bar_t, *z_bar, *after;
-  float *x_copy, *xk_copy, *y_copy, *o_copy, *pq, *pk, *pk_t, *num, *den, *scale, *weight, *closed, *inner, *pair, *y_t;
-  float *gr, *delta, *bar, *key_bar, *y_bar, *x_bar, *states, *wq_bar, *wk_bar, *bq_bar, *bk_bar, *bar_w;
+  const bool in_place;  // a few tokens read W where it is: to copy it would be most of the work
+  const float *wq, *wk;
+  int64_t lwq, lwk;
+  float *wq_copy, *wk_copy, *wq_t, *wk_t, *bq, *bk, *s, *z, *c, *level, *s_t, *s_bar, *s_bar_t, *z_bar, *after;
+  float *x_copy, *xk_copy, *y_copy, *o_copy, *pq, *pk, *pks, *pk_t, *num, *den, *scale, *weight, *closed, *inner, *pair, *y_t;
+  float *gr, *delta, *bar, *key_bar, *y_bar, *x_bar, *states, *wq_bar, *wk_bar, *bq_bar, *bk_bar;
   Rows x, xk, y;  // of the chunk: queries, keys, values
   float mass = 0;
   Room room;
@@ -431,12 +467,19 @@ class Row {
     if (floats > 0) std::memset(p, 0, floats * sizeof(float));
   }
 
+  // Rows of phi_k at a time: those of a chunk, or between two kept states.
+  int64_t held(bool training) const {
+    return std::max(most + ROWS, training && call.absorb < call.keys ? call.keep + ROWS : 0);
+  }
+
   void lay(Room& r, bool training) {
     const int64_t T = most + ROWS, C = call.causal_chunk + W;
-    r.take(wq, D * lm), r.take(wk, D * lm), r.take(bq, wide_m), r.take(bk, wide_m);
+    r.take(wq_copy, in_place ? 0 : wide_d * lm), r.take(wk_copy, in_place ? 0 : wide_d * lm);
+    r.take(bq, wide_m), r.take(bk, wide_m);
     r.take(s, wide_m * lv), r.take(z, wide_m), r.take(c, wide_m), r.take(level, wide_m);
-    r.take(x_copy, T * ld), r.take(xk_copy, T * ld), r.take(y_copy, T * lv), r.take(pq, T * lm);
-    r.take(pk, T * lm), r.take(num, T * lv), r.take(den, T), r.take(scale, T);
+    r.take(x_copy, T * ld), r.take(xk_copy, T * ld), r.take(y_copy, T * lv);
+    r.take(pq, std::max(T * lm, wide_m * ld));
+    r.take(pks, held(training) * lm), r.take(num, T * lv), r.take(den, T), r.take(scale, T);
     r.take(weight, T), r.take(closed, T);
     if (call.absorb < call.keys) {
       r.take(pk_t, wide_m * lt), r.take(inner, C * lt);
@@ -449,26 +492,46 @@ class Row {
     r.take(bar, T * lm), r.take(key_bar, T * lm), r.take(y_bar, T * lv), r.take(x_bar, T * ld);
     if (call.absorb < call.keys)
       r.take(states, call.keep / call.causal_chunk * (M * lv + 2 * wide_m));
-    r.take(bar_w, D * lm), r.take(wq_bar, D * lm), r.take(wk_bar, D * lm), r.take(bq_bar, wide_m), r.take(bk_bar, wide_m);
+    r.take(wq_bar, D * lm), r.take(wk_bar, D * lm), r.take(bq_bar, wide_m), r.take(bk_bar, wide_m);
   }
 
   // -- inputs
 
-  void fill(float* to, const float* w, const Side& side) const {
-    w += n % side.w_rows * side.w_row;
-    for (int64_t d = 0; d < D; d++) {
-      std::memcpy(to + d * lm, w + d * M, M * sizeof(float));
-      clear(to + d * lm + M, lm - M);
-    }
+  bool ready(const Side& side) const {
+    return side.feature == 1 && !side.bias && side.unit == 1 && M % W == 0;
   }
 
-  void turn(float* to, const float* w, const Side& side) const {
-    w += n % side.w_rows * side.w_row;
-    for (int64_t d = 0; d < D; d++) {
-      std::memcpy(bar_w + d * lm, w + d * M, M * sizeof(float));
-      clear(bar_w + d * lm + M, lm - M);
+  const float* own(const Side& side) const { return side.w + b * side.batch + h * side.head; }
+
+  // W (D x R) and b in units of the features' base; with `back` W transposed (R x D), as it is.
+  void fill(const Side& side, float* w, float* bias, float* back) {
+    const float* from = own(side);
+    if (side.feature == 1) {
+      for (int64_t d = 0; d < D; d++) {
+        std::memcpy(w + d * lm, from + d * side.width, M * sizeof(float));
+        clear(w + d * lm + M, wide_m - M);
+      }
+      if (back) transpose(D, wide_m, w, lm, back, ld);
+    } else {
+      float* rows = back ? back : pq;  // which is free until there are features
+      for (int64_t m = 0; m < M; m++) {
+        if (side.width == 1)
+          std::memcpy(rows + m * ld, from + m * side.feature, D * sizeof(float));
+        else
+          for (int64_t d = 0; d < D; d++) rows[m * ld + d] = from[d * side.width + m * side.feature];
+        clear(rows + m * ld + D, wide_d - D);
+      }
+      for (int64_t m = M; m < wide_m; m++) clear(rows + m * ld, wide_d);
+      transpose(M, wide_d, rows, ld, w, lm);
     }
-    transpose(D, wide_m, bar_w, lm, to, ld);
+    const float unit = side.unit;
+    if (unit != 1)
+      for (int64_t d = 0; d < D; d++)
+        for (int64_t m = 0; m < wide_m; m += W) store(w + d * lm + m, load(w + d * lm + m) * unit);
+    clear(bias, wide_m);
+    if (!side.bias) return;
+    from = side.bias + b * side.bias_batch + h * side.bias_head;
+    for (int64_t m = 0; m < M; m++) bias[m] = from[m * side.bias_feature] * unit;
   }
 
   Rows rows_of(const Tensor& tensor, int64_t head, int64_t i, int64_t t, int64_t width, int64_t ldx,
@@ -483,6 +546,30 @@ class Row {
     return {to, ldx};
   }
 
+  // Where rows of a result are to be computed: in the tensor itself, or in a copy to be written.
+  struct Target {
+    float* data;
+    int64_t pitch;
+    bool copy;
+    float* operator[](int64_t r) const { return data + r * pitch; }
+  };
+
+  Target target(const Tensor& tensor, int64_t head, int64_t i, int64_t width, float* scratch,
+                int64_t ldx) const {
+    const int64_t at = b * tensor.batch + head * tensor.head + i * tensor.token;
+    if (tensor.type == FLOAT32 && tensor.last == 1 && width % W == 0)
+      return {(float*)tensor.data + at, tensor.token, false};
+    return {scratch, ldx, true};
+  }
+
+  void finish(const Tensor& tensor, int64_t head, int64_t i, int64_t t, int64_t width,
+              const Target& from) const {
+    if (!from.copy) return;
+    int64_t at = b * tensor.batch + head * tensor.head + i * tensor.token;
+    for (int64_t r = 0; r < t; r++, at += tensor.token)
+      write_row(tensor.data, tensor.type, at, from[r], width);
+  }
+
   // Asks for rows that will be read next.
   void soon(const Tensor& tensor, int64_t head, int64_t i, int64_t t, int64_t tokens,
             int64_t width) const {
@@ -492,13 +579,6 @@ class Row {
     ahead.add((const char*)tensor.data +
                   (b * tensor.batch + head * tensor.head + i * tensor.token) * size,
               t * width * size);
-  }
-
-  void to_rows(const Tensor& tensor, int64_t head, int64_t i, int64_t t, int64_t width, int64_t ldx,
-               const float* from) const {
-    int64_t at = b * tensor.batch + head * tensor.head + i * tensor.token;
-    for (int64_t r = 0; r < t; r++, at += tensor.token)
-      write_row(tensor.data, tensor.type, at, from + r * ldx, width);
   }
 
   // Keys into xk, values into y, log2-weights and closed flags.
@@ -549,7 +629,7 @@ class Row {
 
   // phi_k of a chunk into pk, the new running maximum into `level`.
   void key_features(int64_t t) {
-    product<false, false>(t, wide_m, D, xk.data, xk.pitch, wk, lm, pk, lm);
+    product<false, false>(t, wide_m, D, xk.data, xk.pitch, wk, lwk, pk, lm);
     if (!exponential()) {
       plain(pk, t, bk, true);
       std::memcpy(level, c, wide_m * sizeof(float));
@@ -571,24 +651,22 @@ class Row {
     for (int64_t r = 0; r < t; r++) clear(pk + r * lm + M, wide_m - M);
   }
 
-  // The same at the final level: `after` in a causal chunk, c elsewhere.
-  void key_features_at(int64_t t, const float* at) {
-    product<false, false>(t, wide_m, D, xk.data, xk.pitch, wk, lm, pk, lm);
+  // The same at the final level.
+  void key_features_again(int64_t t) {
+    product<false, false>(t, wide_m, D, xk.data, xk.pitch, wk, lwk, pk, lm);
     if (!exponential()) return plain(pk, t, bk, true);
     for (int64_t r = 0; r < t; r++) {
       for (int64_t m = 0; m < wide_m; m += W) {
         Vec u = load(pk + r * lm + m) + (load(bk + m) + weight[r]);
-        store(pk + r * lm + m, exp2(u - load(at + m)));
+        store(pk + r * lm + m, exp2(u - load(c + m)));
       }
       clear(pk + r * lm + M, wide_m - M);
     }
   }
 
-  void key_features_again(int64_t t) { key_features_at(t, c); }
-
   // phi_q of a chunk into pq and the rows' log2 scales; `at` is the keys' level.
   void query_features(int64_t t, const float* at) {
-    product<false, false>(t, wide_m, D, x.data, x.pitch, wq, lm, pq, lm);
+    product<false, false>(t, wide_m, D, x.data, x.pitch, wq, lwq, pq, lm);
     if (!exponential()) {
       plain(pq, t, bq, false);
       for (int64_t r = 0; r < t; r++) scale[r] = 0;
@@ -609,7 +687,7 @@ class Row {
 
   // The same with the scales that the forward pass found.
   void query_features_at(int64_t g, int64_t i, int64_t t, const float* at) {
-    product<false, false>(t, wide_m, D, x.data, x.pitch, wq, lm, pq, lm);
+    product<false, false>(t, wide_m, D, x.data, x.pitch, wq, lwq, pq, lm);
     if (!exponential()) return plain(pq, t, bq, false);
     const float* found = call.scale + (n * call.groups + g) * call.queries + i;
     for (int64_t r = 0; r < t; r++) {
@@ -659,12 +737,12 @@ class Row {
   // -- results
 
   void answer(int64_t g, int64_t i, int64_t t) {
+    const Target out = target(call.out, h * call.groups + g, i, V, num, lv);
     for (int64_t r = 0; r < t; r++) {
       const Vec factor = all(den[r] == 0 ? 1.0f : 1.0f / den[r]);
-      for (int64_t j = 0; j < wide_v; j += W)
-        store(num + r * lv + j, load(num + r * lv + j) * factor);
+      for (int64_t j = 0; j < wide_v; j += W) stream(out[r] + j, load(num + r * lv + j) * factor);
     }
-    to_rows(call.out, h * call.groups + g, i, t, V, lv, num);
+    finish(call.out, h * call.groups + g, i, t, V, out);
     const int64_t at = (n * call.groups + g) * call.queries + i;
     std::memcpy(call.den + at, den, t * sizeof(float));
     std::memcpy(call.scale + at, scale, t * sizeof(float));
@@ -692,11 +770,12 @@ class Row {
   }
 
   // to (t x wide) += trilT (t x t) times b (t x wide).
-  void above(int64_t t, int64_t wide, const float* tril, const float* b, float* to, int64_t ldb) {
+  void above(int64_t t, int64_t wide, const float* tril, const float* b, int64_t ldb, float* to,
+             int64_t ldc) const {
     for (int64_t r = 0; r < t; r += BLOCK) {
       const int64_t rows = std::min<int64_t>(BLOCK, t - r);
-      product<true, true>(rows, wide, t - r, tril + r * lt + r, lt, b + r * ldb, ldb, to + r * ldb,
-                          ldb);
+      product<true, true>(rows, wide, t - r, tril + r * lt + r, lt, b + r * ldb, ldb, to + r * ldc,
+                          ldc);
     }
   }
 
@@ -751,18 +830,21 @@ class Row {
   void query_pullback(int64_t g, int64_t i, int64_t t) {
     derive(bar, pq, t);
     collect(call.query, x, bar, t, wq_bar, bq_bar);
-    product<false, false>(t, wide_d, wide_m, bar, lm, wq_t, ld, x_bar, ld);
-    to_rows(call.q_bar, h * call.groups + g, i, t, D, ld, x_bar);
+    const int64_t head = h * call.groups + g;
+    const Target to = target(call.q_bar, head, i, D, x_bar, ld);
+    product<false, false>(t, wide_d, wide_m, bar, lm, wq_t, ld, to.data, to.pitch);
+    finish(call.q_bar, head, i, t, D, to);
   }
 
-  // From the cotangents key_bar of ln phi_k (or phi_k) and `num` of the values.
-  void key_pullback(int64_t i, int64_t t) {
+  // From the cotangents key_bar of ln phi_k (or phi_k) and `values` of the values.
+  void key_pullback(int64_t i, int64_t t, const Target& values) {
     if (!exponential())
       for (int64_t r = 0; r < t; r++)
         if (closed[r] != 0) clear(key_bar + r * lm, wide_m);
     derive(key_bar, pk, t);
     collect(call.key, xk, key_bar, t, wk_bar, bk_bar);
-    product<false, false>(t, wide_d, wide_m, key_bar, lm, wk_t, ld, x_bar, ld);
+    const Target to = target(call.k_bar, h, i, D, x_bar, ld);
+    product<false, false>(t, wide_d, wide_m, key_bar, lm, wk_t, ld, to.data, to.pitch);
     for (int64_t r = 0; r < t; r++) {
       float total = 0;
       if (call.quad != 0 || call.bias_bar) {
@@ -772,19 +854,18 @@ class Row {
       }
       if (call.quad != 0)
         for (int64_t d = 0; d < wide_d; d += W)
-          store(x_bar + r * ld + d,
-                load(x_bar + r * ld + d) - 2 * call.quad * total * load(xk[r] + d));
+          store(to[r] + d, load(to[r] + d) - 2 * call.quad * total * load(xk[r] + d));
       if (call.bias_bar) call.bias_bar[n * call.keys + i + r] = total;
-      if (closed[r] != 0) clear(x_bar + r * ld, wide_d), clear(num + r * lv, wide_v);
+      if (closed[r] != 0) clear(to[r], D), clear(values[r], V);
     }
-    to_rows(call.k_bar, h, i, t, D, ld, x_bar);
-    to_rows(call.v_bar, h, i, t, V, lv, num);
+    finish(call.k_bar, h, i, t, D, to);
+    finish(call.v_bar, h, i, t, V, values);
   }
 
-  // One causal chunk; s, z at scale c are the state before it, `after` is the level behind it.
+  // One causal chunk, whose phi_k are there; s, z at scale c are the state before it, `after` is
+  // the level behind it.
   void causal_chunk_backward(int64_t i, int64_t t) {
     keys(i, t);
-    key_features_at(t, after);
     transpose(t, wide_m, pk, lm, pk_t, lt);
     transpose(t, wide_v, y.data, y.pitch, y_t, lt);
     transpose(M, wide_v, s_bar, lv, s_bar_t, lm);
@@ -792,7 +873,8 @@ class Row {
     for (int64_t r = 0; r < t; r++)
       for (int64_t m = 0; m < wide_m; m += W)
         store(key_bar + r * lm + m, load(key_bar + r * lm + m) + load(z_bar + m));
-    product<false, false>(t, wide_v, wide_m, pk, lm, s_bar, lv, num, lv);
+    const Target values = target(call.v_bar, h, i, V, num, lv);
+    product<false, false>(t, wide_v, wide_m, pk, lm, s_bar, lv, values.data, values.pitch);
     std::memcpy(level, after, wide_m * sizeof(float));
     rescale(c, s, z);
     transpose(M, wide_v, s, lv, s_t, lm);
@@ -815,8 +897,8 @@ class Row {
           store(z_bar + m, load(z_bar + m) + d * phi);
         }
       }
-      above(t, wide_m, pair, pq, key_bar, lm);
-      above(t, wide_v, inner, gr, num, lv);
+      above(t, wide_m, pair, pq, lm, key_bar, lm);
+      above(t, wide_v, inner, gr, lv, values.data, values.pitch);
       product<true, true>(M, wide_v, t, pq, lm, gr, lv, s_bar, lv);
       query_pullback(g, from, t);
     }
@@ -824,7 +906,7 @@ class Row {
       for (int64_t r = 0; r < t; r++)
         for (int64_t m = 0; m < wide_m; m += W)
           store(key_bar + r * lm + m, load(key_bar + r * lm + m) * load(pk + r * lm + m));
-    key_pullback(i, t);
+    key_pullback(i, t, values);
     rescale(c, s_bar, z_bar);
   }
 };
@@ -848,6 +930,8 @@ extern "C" {
 API int subquad_version() { return 1; }
 
 API int subquad_call_size() { return (int)sizeof(Call); }
+
+API void subquad_large_pages(const void* p, int64_t bytes) { large_pages(p, (size_t)bytes); }
 
 // 0, or 1 where a causal row underflowed: the results are then not to be used.
 API int subquad_forward(const Call* given) {

@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int W = 16, PANEL = 4;  // floats in a vector, vectors in a panel of columns
 #elif defined(__AVX__)
@@ -22,6 +26,17 @@ typedef int32_t Ints __attribute__((vector_size(W * 4)));
 
 static inline Vec load(const float* p) { return *(const Loose*)p; }
 static inline void store(float* p, Vec v) { *(Loose*)p = v; }
+
+// Stores what nobody reads soon: past the caches, without reading the line first.
+static inline void stream(float* p, Vec v) {
+#if defined(__AVX512F__)
+  if ((uintptr_t)p % sizeof(Vec) == 0) return _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX__)
+  if ((uintptr_t)p % sizeof(Vec) == 0) return _mm256_stream_ps(p, (__m256)v);
+#endif
+  store(p, v);
+}
+
 static inline Vec all(float x) { return Vec{} + x; }
 static inline Vec choose(Ints mask, Vec a, Vec b) { return mask ? a : b; }
 static inline Vec larger(Vec a, Vec b) { return choose(a > b, a, b); }
@@ -50,12 +65,17 @@ static inline float top(Vec v) {
   return v[0];
 }
 
-// 2^x for x <= 0, within 1.5 roundings; 0 from 2^-126 down; NaN stays NaN. On [-1/2, 1/2] a
+// 2^x for x <= 0, within 1.5 roundings; 0 from 2^-200 down, or from 2^-126; NaN stays NaN. On [-1/2, 1/2] a
 // polynomial with p(0) = 1, the best of degree 6 in relative error: 2.0e-9.
 static inline Vec exp2(Vec x) {
+#if defined(__AVX512F__)  // rounds and scales in an instruction each
+  x = (Vec)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);  // keeps NaN, the second operand
+  const Vec n = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#else
   const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec shifted = x + magic;
-  Vec f = x - (shifted - magic);
+  const Vec shifted = x + magic, n = shifted - magic;
+#endif
+  const Vec f = x - n;
   Vec p = all(1.535336199e-4f);
   p = p * f + 1.339887445e-3f;
   p = p * f + 9.618437358e-3f;
@@ -63,12 +83,16 @@ static inline Vec exp2(Vec x) {
   p = p * f + 2.402264791e-1f;
   p = p * f + 6.931472029e-1f;
   p = p * f + 1.0f;
+#if defined(__AVX512F__)
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   Ints bits, power;
   std::memcpy(&bits, &p, sizeof p);
   std::memcpy(&power, &shifted, sizeof shifted);
   bits += power << 23;
   std::memcpy(&p, &bits, sizeof p);
   return choose(x <= all(-126.0f), Vec{}, p);
+#endif
 }
 
 // ---- products -----------------------------------------------------------------------------
