@@ -108,6 +108,49 @@ def test_n_best_and_alignment(trained):
     assert first["text"] == rows[0][2] and len(first["alignment"]) == len(first["tokens"])
 
 
+def test_draws_belong_to_their_seed(trained):
+    out, _, _ = trained
+    options = ("--sample", "--temperature", 2.0, "--top-k", 9, "--n-best", 3, "--json")
+
+    def drawn(seed):
+        result = run("translate", out, *options, "--seed", seed, text="two one five four\n")
+        assert result.exit_code == 0, result.output
+        return [one["text"] for one in json.loads(result.stdout)[0]["translations"]]
+
+    first = drawn(1)
+    assert drawn(1) == first != drawn(2)
+    assert len(set(first)) > 1, "not a search's best, three times"
+
+
+def test_a_model_that_writes_all_at_once_takes_its_passes(corpus, tmp_path):
+    options = settings(model__encoder_layers=1, model__decoder_layers=1)
+    data = ("--data", corpus / "train.tsv", "--valid", corpus / "valid.tsv")
+    result = run("train", "nat", *data, "--out", tmp_path / "run", *options)
+    assert result.exit_code == 0, result.output
+    for passes in (1, 3):
+        given = ("--iterations", passes, "--beams", 2, "--n-best", 2)
+        result = run("translate", tmp_path / "run", *given, text="two one\n")
+        assert result.exit_code == 0 and result.stdout.count("\n") == 2
+    result = run("translate", tmp_path / "run", "--sample", text="two one\n")
+    assert result.exit_code == 2 and "it writes all tokens at once" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--top-k", 3), "--temperature, --top-k and --top-p need --sample"),
+        (("--sample", "--beams", 3), "--sample draws and --beams searches"),
+        (("--sample", "--top-p", 0), "top_p=0"),
+        (("--iterations", 3), "models that write all tokens at once"),
+        (("--n-best", 9), "--n-best 9 needs --beams 9"),
+        (("--device", "nowhere"), "--device='nowhere' is not there"),
+    ],
+)
+def test_ways_to_decode_that_cannot_be(trained, options, message):
+    result = run("translate", trained[0], *options, text="two\n")
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
+
+
 def test_a_language_model_goes_on_with_a_text(corpus, tmp_path):
     options = settings(model__num_layers=1, data__max_length=16, model__mechanism="performer")
     data = ("--data", corpus / "lines.txt")
@@ -226,6 +269,7 @@ def test_a_file_or_column_that_is_not_there(trained, corpus):
 def test_a_model_of_another_kind_is_refused_in_one_line(trained):
     result = run("generate", trained[0])
     assert result.exit_code == 2 and "Seq2SeqTransformerConfig" in result.stderr
+    assert "does not hold a language model" in result.stderr
     assert result.stderr.count("\n") == 1, "without the list of all kinds of models"
 
 
@@ -249,6 +293,11 @@ def test_a_missing_extra_is_named(outputs, monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics.bleu", None)
     result = run("score", outputs / "good", outputs / "ref")
     assert result.exit_code == 2 and "pip install 'subquad[train]'" in result.stderr
+
+
+def test_help_flows_into_the_width_there_is():
+    text = run("translate", "--help").stdout  # 200 columns
+    assert "lines are number, score and text; with --alignment" in text, "one line, as it fits"
 
 
 @pytest.mark.parametrize("verb", ["train", "translate", "generate", "score"])

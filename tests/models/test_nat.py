@@ -202,7 +202,7 @@ def test_a_fixed_length_keeps_to_the_longest_output():
         translator.max_length = limit
         (found,) = translator.translate(["w1 w2"])
         assert len(found.tokens) == min(limit, 6)
-        assert found.notes == (f"no end found: {min(limit, 6)} tokens",)
+        assert found.notes == (f"output cut at max_length: {min(limit, 6)} tokens",)
 
 
 @pytest.mark.parametrize("mechanism", sq.mechanisms())

@@ -272,6 +272,15 @@ def test_a_warm_up_that_is_longer_than_the_run_is_told(corpus, tmp_path):
     assert not train(recipe(corpus, **changes), tmp_path / "enough").notes
 
 
+def test_minutes_that_are_too_few_for_the_warm_up_are_told_while_it_trains(corpus, tmp_path):
+    said = []
+    changes = {"training__steps": 10_000, "training__minutes": 0.01, "optimiser__warm_up": 9_000}
+    report = train(recipe(corpus, **changes), tmp_path, say=said.append)
+    assert report.stopped == "minutes" and report.steps < 9_000
+    (note,) = report.notes
+    assert "within optimiser.warm_up=9000" in note and f"note: {note}" in said
+
+
 def test_another_recipe_is_refused_by_its_keys(corpus, tmp_path):
     train(recipe(corpus, training__steps=1), tmp_path)
     with pytest.raises(OptionError) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 
 from subquad.errors import SubquadError
 
-__all__ = ["ErrorGroup", "Json", "consoles", "echo_to_stderr", "write_json"]
+__all__ = ["ErrorGroup", "Json", "consoles", "echo_to_stderr", "flowing_help", "write_json"]
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to standard output instead.")]
 
@@ -38,6 +39,15 @@ class ErrorGroup(TyperGroup):
             message = f"{error.filename}: {error.strerror}"
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(2)
+
+
+def flowing_help(app: typer.Typer) -> None:
+    """Lets paragraphs of help flow: rich would break lines where docstrings do, at any width."""
+    for command in app.registered_commands:
+        paragraphs = inspect.cleandoc(command.help or command.callback.__doc__ or "").split("\n\n")
+        command.help = "\n\n".join(
+            part if "\n " in part else " ".join(part.split()) for part in paragraphs
+        )
 
 
 def consoles(as_json: bool) -> Console:

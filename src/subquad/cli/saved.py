@@ -5,22 +5,37 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from subquad.cli.common import echo_to_stderr
 from subquad.errors import OptionError
 
-__all__ = ["load_model", "read_lines", "recipe_of"]
+__all__ = ["Device", "load_model", "read_lines", "recipe_of"]
+
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, mps; auto: an accelerator where there is one.")
+]
 
 
-def load_model(folder: Path, auto: str) -> tuple[Any, Any]:
+KINDS = {
+    "AutoModelForSeq2SeqLM": "a model that translates",
+    "AutoModelForCausalLM": "a language model",
+}
+"""transformers' classes, for people."""
+
+
+def load_model(folder: Path, auto: str, device: str = "auto") -> tuple[Any, Any]:
     """(model in eval mode, tokenizer) of a run's folder or of a saved model's.
 
     Args:
         folder: of a run, whose ``best`` is taken, or with a config.json.
         auto: transformers' class that knows the kind of model.
+        device: where the model is put.
 
     Raises:
-        OptionError: there is no model, or one of another kind.
+        OptionError: there is no model, or one of another kind, or no such device.
         ImportError: transformers is missing.
     """
     try:
@@ -34,15 +49,17 @@ def load_model(folder: Path, auto: str) -> tuple[Any, Any]:
     if not (found / "config.json").is_file():
         why = "has no evaluation yet" if (folder / "recipe.yaml").is_file() else "holds no model"
         raise OptionError(f"{folder} {why}: give the folder of a run, or of a saved model")
+    from subquad.training.run import device_of
     from subquad.training.trainer import quiet
 
+    place = device_of(device, "--device")
     try:
         with quiet():
             model = getattr(transformers, auto).from_pretrained(found)
     except ValueError as error:  # transformers lists all kinds that it knows
         why = str(error).partition("\n")[0]
-        raise OptionError(f"{found} holds no model for this: {why}") from None
-    return model.eval(), transformers.AutoTokenizer.from_pretrained(found)
+        raise OptionError(f"{found} does not hold {KINDS[auto]}: {why}") from None
+    return model.to(place).eval(), transformers.AutoTokenizer.from_pretrained(found)
 
 
 def recipe_of(folder: Path) -> Any:
@@ -67,6 +84,8 @@ def read_lines(path: Path, column: int | None = None) -> Iterator[str]:
     """
     if str(path) == "-":
         lines: Any = sys.stdin.buffer
+        if sys.stdin.isatty():
+            echo_to_stderr("reading standard input, a text a line")
     elif path.is_file():
         lines = path.open("rb")
     else:

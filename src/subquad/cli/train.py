@@ -88,7 +88,7 @@ def _train(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     try:
-        with _shown(console) as tell:
+        with _shown(console, recipe.logging.every) as tell:
             report = train(recipe, out, fresh=not resume, progress=tell, say=say)
     except KeyboardInterrupt:
         say("stopped; without --fresh the same command goes on from the last checkpoint")
@@ -100,8 +100,13 @@ def _train(
 
 
 @contextlib.contextmanager
-def _shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What shows the points of the log: a bar on a terminal, lines elsewhere."""
+def _shown(console: Console, every: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What shows the points of the log: a bar on a terminal, lines elsewhere.
+
+    Args:
+        console: to write to.
+        every: steps between two of them.
+    """
     from subquad.training.run import line
 
     def echo(point: dict[str, Any]) -> None:
@@ -112,7 +117,7 @@ def _shown(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
         return
     columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
-        shown = bar.add_task("", total=1.0)
+        shown = bar.add_task(f"the first numbers come after {every} steps", total=1.0)
 
         def update(point: dict[str, Any]) -> None:
             if point["kind"] == "train":

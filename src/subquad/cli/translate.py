@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from subquad.cli.common import Json, consoles, write_json
-from subquad.cli.saved import load_model, read_lines, recipe_of
+from subquad.cli.sampling import Sample, Seed, Temperature, TopK, TopP, sampling_of
+from subquad.cli.saved import Device, load_model, read_lines, recipe_of
 from subquad.errors import OptionError
 
 __all__ = ["add"]
@@ -43,22 +44,36 @@ def _translate(
     alignment: Annotated[
         bool, typer.Option("--alignment", help="Source-target pairs of tokens, as 0-0 1-2.")
     ] = False,
+    sample: Sample = False,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    iterations: Annotated[
+        int | None,
+        typer.Option(min=1, help="Passes of a model that writes all tokens at once."),
+    ] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Source tokens that are translated at once.")
     ] = None,
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Translate texts, one a line, with the best model of a run.
 
     What is not given has the value of the run's recipe. With --n-best lines are number, score
-    and text; with --alignment the pairs of tokens follow behind a tab. A speech model takes a
-    WAV file, or a list of them, one a line: the first column of a manifest, relative to it.
+    and text; with --alignment the pairs of tokens follow behind a tab. --sample draws in place
+    of searching. A speech model takes a WAV file, or a list of them, one a line: the first
+    column of a manifest, relative to it.
     """
     if out is not None and as_json:
         raise OptionError("--out takes the plain translations: leave one of --out, --json out")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise OptionError(f"--out {out} must be a file in a folder that there is")
-    loaded, tokenizer = load_model(model, "AutoModelForSeq2SeqLM")
+    drawn = sampling_of(sample, beams, temperature, top_k, top_p, seed)
+    loaded, tokenizer = load_model(model, "AutoModelForSeq2SeqLM", device)
+    if iterations is not None and getattr(loaded, "autoregressive", True):
+        raise OptionError("--iterations is for models that write all tokens at once (task nat)")
     sound = getattr(loaded, "front_end", None) is not None
     if sound and file.suffix.lower() == ".wav":
         texts = [file.name]
@@ -69,9 +84,15 @@ def _translate(
 
     recipe = recipe_of(model)
     options: dict[str, Any] = {} if recipe is None else decoding_options(recipe)
-    given = {"beams": beams, "length_penalty": length_penalty, "batch_tokens": batch_tokens}
+    given = {
+        "beams": beams,
+        "length_penalty": length_penalty,
+        "batch_tokens": batch_tokens,
+        "sampling": drawn,
+        "iterations": iterations,
+    }
     options |= {name: value for name, value in given.items() if value is not None}
-    if n_best > options.get("beams", n_best):
+    if not sample and n_best > options.get("beams", n_best):
         raise OptionError(f"--n-best {n_best} needs --beams {n_best} or more")
     translator = Translator(loaded, tokenizer, n_best=n_best, alignment=alignment, **options)
     console = consoles(as_json=True)  # standard output is for translations

@@ -68,7 +68,7 @@ class Hypothesis:
             non-autoregressive model the tokens' own probabilities when they were chosen.
         tokens: of the output, without special ones.
         alignment: if asked for.
-        notes: what is to be known about the text: cut, empty, unknown tokens, no end found.
+        notes: what is to be known about it: source or output cut, no text, unknown tokens.
         others: the next best ones, best first.
     """
 
@@ -277,7 +277,7 @@ class Translator:
 
     @staticmethod
     def report(hypotheses: Sequence[Hypothesis]) -> dict[str, list[int]]:
-        """Numbers, from 1, of the texts with each kind of note: "source cut", "no end found", ….
+        """Numbers, from 1, of the texts with each kind of note: "source cut", "empty text", ….
 
         A note's kind is what stands before its colon.
         """
@@ -438,7 +438,7 @@ class Translator:
         text = tokenizer.decode(ids, skip_special_tokens=False)
         notes: tuple[str, ...] = ()
         if len(output) > limit or output[-1] not in _ends(self.model):
-            notes = (f"no end found: {min(limit, len(output))} tokens",)
+            notes = (f"output cut at max_length: {min(limit, len(output))} tokens",)
         found = None
         if weights is not None:
             if source is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.utils.generic import can_return_tuple
 
 from subquad.attention.base import Mechanism
 from subquad.attention.stack import SelfAttentionBlock, TransformerDecoder, TransformerEncoder
@@ -25,11 +26,19 @@ __all__ = [
     "can_stream",
     "keep_mask",
     "mean_cross_entropy",
-    "recent",
+    "padding",
     "refuse",
+    "returns_tuples",
     "shifted",
     "streamed_positions",
 ]
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def returns_tuples(forward: Forward) -> Forward:
+    """The method with an argument `return_dict`, False for a tuple; default as in the config."""
+    return cast(Forward, can_return_tuple(forward))  # whose types say nothing
 
 
 class TransformerPreTrainedModel(PreTrainedModel):
@@ -45,6 +54,9 @@ class TransformerPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # else `Trainer` leaves the loss to be divided by the model
     _skip_keys_device_placement = ("past_key_values",)  # type: ignore[assignment]  # not changed
+    _input_embed_layer = "embed"
+    embed: nn.Embedding  # of models that read tokens themselves
+    head: nn.Linear  # of models that write tokens
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -80,6 +92,35 @@ class TransformerPreTrainedModel(PreTrainedModel):
             if reset is not None and not _loaded(module):
                 reset()
 
+    def map_to_tokens(self, table: str = "embed.weight", *, bias: bool = False) -> nn.Linear:
+        """A new map to the vocabulary; its weight is that of `table` where the config ties them."""
+        if self.config.tie_embeddings:
+            self._tied_weights_keys = {"head.weight": table}
+        return nn.Linear(self.config.d_model, self.config.vocab_size, bias=bias)
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The map to the vocabulary; None for a model without one."""
+        return getattr(self, "head", None)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Puts another map in the place."""
+        if self.get_output_embeddings() is None:
+            raise NotImplementedError(f"{type(self).__name__} has no map to the vocabulary")
+        self.head = new_embeddings  # type: ignore[assignment]  # a linear map
+
+    def vectors(self, ids: Tensor | None, vectors: Tensor | None, prefix: str = "") -> Tensor:
+        """What a stack reads (B, L, C): the embeddings of tokens, or vectors in their place.
+
+        Raises:
+            OptionError: unless exactly one of both is given; their names begin with `prefix`.
+        """
+        if (ids is None) == (vectors is None):
+            raise OptionError(f"give either {prefix}input_ids or {prefix}inputs_embeds")
+        if ids is not None:
+            return self.embedded(ids, self.embed)
+        assert vectors is not None
+        return vectors
+
     def embedded(self, ids: Tensor, table: nn.Embedding) -> Tensor:
         """The vectors (B, L, C) of tokens (B, L)."""
         if ids.dim() != 2:
@@ -111,6 +152,14 @@ class StreamingModel(TransformerPreTrainedModel):
             model_kwargs.setdefault("past_key_values", StackCache())
         return False  # transformers' own returns nothing either; nobody reads it
 
+    def cache_of(self, given: StackCache | None, begin: bool) -> StackCache | None:
+        """The cache of a call: `given`, or a new one; None where the decoder has no state.
+
+        Without a state the whole prefix is given at each step, and computed anew.
+        """
+        cache = StackCache() if given is None and begin else given
+        return cache if cache is not None and can_stream(self.decoder) else None
+
 
 def can_stream(stack: TransformerEncoder | TransformerDecoder) -> bool:
     """Whether all of a stack's self-attentions have a state."""
@@ -139,19 +188,38 @@ def keep_mask(name: str, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
     return None if bool(keep.all()) else keep  # most mechanisms are faster without a mask
 
 
-def recent(name: str, mask: Tensor | None, length: int, past: int) -> Tensor | None:
-    """The last `length` columns of a mask of all tokens so far (B, past + L).
+def padding(
+    name: str,
+    mask: Tensor | None,
+    tokens: Tensor,
+    stack: TransformerEncoder | TransformerDecoder,
+    cache: StackCache | None = None,
+) -> dict[str, Any]:
+    """What a stack is told of padding: its `key_mask` and `position_ids`.
+
+    Args:
+        name: of the argument, for errors.
+        mask: transformers', 1 = attend: (B, L), or with a cache (B, past + L).
+        tokens: (B, L, …).
+        stack: that reads them.
+        cache: of the tokens before.
 
     Raises:
-        ShapeError: if it has another number of columns: those of padding would be lost.
+        ShapeError: if the mask has another shape: what it says of padding would be lost.
     """
-    if mask is None:
-        return None
-    if mask.dim() != 2 or mask.shape[1] != past + length:
-        raise ShapeError(
-            f"{name} must be (B, past + L) = (B, {past} + {length}), given {tuple(mask.shape)}"
-        )
-    return mask[:, past:]
+    if cache is None:
+        keep = keep_mask(name, mask, tokens)
+        if keep is None:  # without padding positions count from 0 by themselves
+            return {"key_mask": None, "position_ids": None}
+    else:
+        past, length = cache.get_seq_length(), tokens.shape[1]
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != past + length):
+            raise ShapeError(
+                f"{name} must be (B, past + L) = (B, {past} + {length}), given {tuple(mask.shape)}"
+            )
+        keep = keep_mask(name, None if mask is None else mask[:, past:], tokens)
+    ids = streamed_positions(mask, tokens.shape[1], stack)
+    return {"key_mask": keep, "position_ids": ids}
 
 
 def streamed_positions(

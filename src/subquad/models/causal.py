@@ -12,15 +12,12 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from subquad.attention.stack import TransformerEncoder
-from subquad.errors import OptionError
 from subquad.models.base import (
     StreamingModel,
-    can_stream,
-    keep_mask,
     mean_cross_entropy,
-    recent,
+    padding,
     refuse,
-    streamed_positions,
+    returns_tuples,
 )
 from subquad.models.cache import StackCache
 from subquad.models.configuration import CausalTransformerConfig
@@ -80,26 +77,8 @@ class CausalTransformer(StreamingModel, GenerationMixin):
             **config.stack_options(),
         )
         self.embed = nn.Embedding(config.vocab_size, config.d_model, config.pad_token_id)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self._tied_weights_keys = {"head.weight": "embed.weight"}
+        self.head = self.map_to_tokens()
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of the tokens' vectors."""
-        return self.embed
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Puts another table in the place."""
-        self.embed = value  # type: ignore[assignment]  # an embedding
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The map to the vocabulary."""
-        return self.head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Puts another map in the place."""
-        self.head = new_embeddings  # type: ignore[assignment]  # a linear map
 
     def hidden(
         self,
@@ -110,31 +89,15 @@ class CausalTransformer(StreamingModel, GenerationMixin):
         past_key_values: StackCache | None = None,
     ) -> Tensor:
         """The stack's vectors (B, L, C), which `head` maps to the vocabulary; see `forward`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise OptionError("give either input_ids or inputs_embeds")
-        if input_ids is not None:
-            x = self.embedded(input_ids, self.embed)
-        else:
-            assert inputs_embeds is not None
-            x = inputs_embeds
-        length = x.shape[1]
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        keep = keep_mask(
-            "attention_mask", recent("attention_mask", attention_mask, length, past), x
-        )
-        if past_key_values is None:
-            ids = None
-            if keep is not None:  # without padding positions count from 0 by themselves
-                ids = streamed_positions(attention_mask, length, self.decoder)
-            return self.decoder(x, causal=True, key_mask=keep, position_ids=ids)
-        out, past_key_values.state = self.decoder.prefill(
-            x,
-            state=past_key_values.state,
-            key_mask=keep,
-            position_ids=streamed_positions(attention_mask, length, self.decoder),
-        )
+        cache = past_key_values
+        x = self.vectors(input_ids, inputs_embeds)
+        padded = padding("attention_mask", attention_mask, x, self.decoder, cache)
+        if cache is None:
+            return self.decoder(x, causal=True, **padded)
+        out, cache.state = self.decoder.prefill(x, state=cache.state, **padded)
         return out
 
+    @returns_tuples
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -145,9 +108,8 @@ class CausalTransformer(StreamingModel, GenerationMixin):
         use_cache: bool | None = None,
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Logits (B, L, V) of the next tokens, and the loss of `labels`.
 
         Args:
@@ -160,26 +122,19 @@ class CausalTransformer(StreamingModel, GenerationMixin):
             inputs_embeds: (B, L, C) in the tokens' place, scaled already.
             num_items_in_batch: what the sum of the loss is divided by, as `Trainer` gives it where
                 it accumulates gradients; default: the labels that are compared.
-            return_dict: False for a tuple.
 
         Raises:
             OptionError, ShapeError, DtypeError: if arguments do not fit.
             UnsupportedError: if a mechanism cannot do what is asked for.
         """
         refuse(self, kwargs)
-        cache = past_key_values
-        if use_cache and cache is None and labels is None:
-            cache = StackCache()
-        if cache is not None and not can_stream(self.decoder):
-            cache = None
-        out = self.hidden(
-            input_ids, attention_mask, inputs_embeds=inputs_embeds, past_key_values=cache
+        cache = self.cache_of(past_key_values, bool(use_cache) and labels is None)
+        logits = self.head(
+            self.hidden(
+                input_ids, attention_mask, inputs_embeds=inputs_embeds, past_key_values=cache
+            )
         )
-        logits = self.head(out)
         loss = None
         if labels is not None:
             loss = mean_cross_entropy(logits[:, :-1], labels[:, 1:], num_items_in_batch)
-        result = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        return result if return_dict else result.to_tuple()
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)

@@ -5,8 +5,7 @@ This file subclasses transformers' classes: import it through `subquad.models`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +17,14 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.utils.generic import can_return_tuple
 
 from subquad.attention.stack import TransformerEncoder
 from subquad.errors import OptionError, ShapeError
 from subquad.models.base import (
     TransformerPreTrainedModel,
-    keep_mask,
     mean_cross_entropy,
-    streamed_positions,
+    padding,
+    returns_tuples,
 )
 from subquad.models.configuration import EncoderTransformerConfig
 
@@ -37,14 +35,6 @@ __all__ = [
     "EncoderForTokenClassification",
     "EncoderTransformer",
 ]
-
-
-Forward = TypeVar("Forward", bound=Callable[..., Any])
-
-
-def returns_tuples(forward: Forward) -> Forward:
-    """The method with an argument `return_dict`, False for a tuple; default as in the config."""
-    return cast(Forward, can_return_tuple(forward))  # whose types say nothing
 
 
 class EncoderTransformer(TransformerPreTrainedModel):
@@ -79,7 +69,6 @@ class EncoderTransformer(TransformerPreTrainedModel):
 
     config_class = EncoderTransformerConfig
     base_model_prefix = "transformer"
-    _input_embed_layer = "embed"
 
     def __init__(self, config: EncoderTransformerConfig) -> None:
         super().__init__(config)
@@ -126,21 +115,11 @@ class EncoderTransformer(TransformerPreTrainedModel):
         """
         if output_attentions:
             raise OptionError("output_attentions: ask a mechanism for its `weights` instead")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise OptionError("give either input_ids or inputs_embeds")
-        if input_ids is not None:
-            x = self.embedded(input_ids, self.embed)
-        else:
-            assert inputs_embeds is not None
-            x = inputs_embeds
-        x = self._with_segments(x, token_type_ids)
-        keep = keep_mask("attention_mask", attention_mask, x)
-        options: dict[str, Any] = {"key_mask": keep}
-        if keep is not None:  # without padding positions count from 0 by themselves
-            options["position_ids"] = streamed_positions(attention_mask, x.shape[1], self.encoder)
+        x = self._with_segments(self.vectors(input_ids, inputs_embeds), token_type_ids)
+        padded = padding("attention_mask", attention_mask, x, self.encoder)
         if not output_hidden_states:
-            return BaseModelOutput(last_hidden_state=self.encoder(x, **options))
-        *seen, last = self.encoder.hidden_states(x, **options)
+            return BaseModelOutput(last_hidden_state=self.encoder(x, **padded))
+        *seen, last = self.encoder.hidden_states(x, **padded)
         return BaseModelOutput(last_hidden_state=last, hidden_states=(x, *seen))
 
     def _with_segments(self, x: Tensor, ids: Tensor | None) -> Tensor:
@@ -315,18 +294,8 @@ class EncoderForMaskedLM(_Head):
         super().__init__(config)
         self.transform = nn.Linear(config.d_model, config.d_model)
         self.norm = nn.LayerNorm(config.d_model)
-        self.head = nn.Linear(config.d_model, config.vocab_size)
-        if config.tie_embeddings:
-            self._tied_weights_keys = {"head.weight": "transformer.embed.weight"}
+        self.head = self.map_to_tokens("transformer.embed.weight", bias=True)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The map to the vocabulary."""
-        return self.head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Puts another map in the place."""
-        self.head = new_embeddings  # type: ignore[assignment]  # a linear map
 
     @returns_tuples
     def forward(

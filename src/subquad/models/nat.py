@@ -16,7 +16,7 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import ModelOutput
 
 from subquad.errors import OptionError, ShapeError, UnsupportedError
-from subquad.models.base import mean_cross_entropy, refuse
+from subquad.models.base import mean_cross_entropy, refuse, returns_tuples
 from subquad.models.configuration import Seq2SeqTransformerConfig
 from subquad.models.entropy import token_cross_entropy
 from subquad.models.seq2seq import EncoderOutput, Seq2SeqTransformer
@@ -287,6 +287,7 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
 
     # ---- calls -------------------------------------------------------------------------------
 
+    @returns_tuples
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -299,9 +300,8 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
         inputs_embeds: Tensor | None = None,
         input_features: Tensor | None = None,
         output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> Seq2SeqLMOutput | tuple[Any, ...]:
+    ) -> Seq2SeqLMOutput:
         """Logits (B, L, V) of the tokens at their own places, and the loss of `labels`.
 
         Args:
@@ -312,7 +312,6 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
             labels: (B, L) targets; masked as in `loss`, with torch's own generator, unless
                 decoder_input_ids are given.
             output_attentions: also `cross_attentions`, (B, H, L, S) of each.
-            return_dict: False for a tuple.
 
         Raises:
             OptionError, ShapeError, DtypeError: if arguments do not fit.
@@ -341,15 +340,12 @@ class NonAutoregressiveTransformer(Seq2SeqTransformer):
             logits = self.head(self._decoded(encoder_outputs, decoder_input_ids, keep, record))
             if labels is not None:
                 loss = mean_cross_entropy(logits, labels)
-        result = Seq2SeqLMOutput(
+        return Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
             cross_attentions=None if record is None else tuple(record),
             encoder_last_hidden_state=encoder_outputs.last_hidden_state,
         )
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        return result if return_dict else result.to_tuple()
 
     def generate(  # type: ignore[override]  # another kind of search
         self,

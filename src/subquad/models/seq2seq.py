@@ -23,13 +23,11 @@ from subquad.attention.stack import (
 from subquad.errors import OptionError, ShapeError
 from subquad.models.base import (
     StreamingModel,
-    can_stream,
-    keep_mask,
     mean_cross_entropy,
-    recent,
+    padding,
     refuse,
+    returns_tuples,
     shifted,
-    streamed_positions,
 )
 from subquad.models.cache import StackCache
 from subquad.models.configuration import Seq2SeqTransformerConfig
@@ -152,14 +150,13 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
             seed=config.seed + DECODER_SEED,
             **options,
         )
-        padding = config.pad_token_id
-        self.embed = nn.Embedding(config.vocab_size, config.d_model, padding)
+        self.embed = nn.Embedding(config.vocab_size, config.d_model, config.pad_token_id)
         self.embed_source = None
         if config.source_vocab_size is not None:
-            self.embed_source = nn.Embedding(config.source_vocab_size, config.d_model, padding)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self._tied_weights_keys = {"head.weight": "embed.weight"}
+            self.embed_source = nn.Embedding(
+                config.source_vocab_size, config.d_model, config.pad_token_id
+            )
+        self.head = self.map_to_tokens()
         self.pointer = PointerGenerator(config.d_model) if config.copy else None
         self.front_end = None
         if config.front_end is not None:
@@ -202,22 +199,6 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
     def get_encoder(self, modality: str | None = None) -> Any:
         """What turns a source into an `EncoderOutput`."""
         return _EncoderView(self)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Of the target, and of the source where they are one."""
-        return self.embed
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Puts another table in the place."""
-        self.embed = value  # type: ignore[assignment]  # an embedding
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The map to the vocabulary."""
-        return self.head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """Puts another map in the place."""
-        self.head = new_embeddings  # type: ignore[assignment]  # a linear map
 
     def embedded(self, ids: Tensor, table: nn.Embedding) -> Tensor:
         """The vectors (B, L, C) of tokens (B, L); words that only a source has are unknown."""
@@ -262,12 +243,12 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
             assert input_features is not None, "one of them is given"
             x, attention_mask = self.front_end(input_features, attention_mask)
         source_ids = self._copied(source_ids, input_ids, x)
-        keep = keep_mask("attention_mask", attention_mask, x)
-        ids = streamed_positions(keep, x.shape[1], self.encoder)
+        padded = padding("attention_mask", attention_mask, x, self.encoder)
+        keep = padded["key_mask"]
         if self.reads is None and self.mix is None:
-            last = self.encoder(x, key_mask=keep, position_ids=ids)
+            last = self.encoder(x, **padded)
             return EncoderOutput(last, mask=keep, source_ids=source_ids)
-        *seen, last = self.encoder.hidden_states(x, key_mask=keep, position_ids=ids)
+        *seen, last = self.encoder.hidden_states(x, **padded)
         size = len(self.encoder.pattern) // self._depth()
         layers = [*seen[size - 1 : -1 : size], last][-self._depth() :]
         if self.encoder.norm is not None:  # what is read has been normed, whatever its depth
@@ -303,15 +284,6 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         return source_ids
 
     # ---- the target ----------------------------------------------------------------------
-
-    def _target(self, ids: Tensor | None, vectors: Tensor | None) -> Tensor:
-        """The vectors (B, L, C) that the decoder reads."""
-        if (ids is None) == (vectors is None):
-            raise OptionError("give either decoder_input_ids or decoder_inputs_embeds")
-        if ids is not None:
-            return self.embedded(ids, self.embed)
-        assert vectors is not None
-        return vectors
 
     def _memory_positions(self, encoded: EncoderOutput) -> Tensor | None:
         """Positions (B, S) of a padded source, where they are added to its keys."""
@@ -351,43 +323,26 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
             causal: False for decoders that write all tokens at once.
             record: receives the weights (B, H, L, S) of each cross-attention.
         """
-        x = self._target(decoder_input_ids, decoder_inputs_embeds)
+        x = self.vectors(decoder_input_ids, decoder_inputs_embeds, "decoder_")
         memory: Any = encoded.last_hidden_state
         if encoded.memories is not None:
             memory = list(encoded.memories.unbind(1))
-        if past_key_values is None:
-            keep = keep_mask("decoder_attention_mask", decoder_attention_mask, x)
-            return self.decoder(
-                x,
-                memory,
-                causal=causal,
-                key_mask=keep,
-                memory_key_mask=encoded.mask,
-                memory_position_ids=self._memory_positions(encoded),
-                position_ids=streamed_positions(decoder_attention_mask, x.shape[1], self.decoder)
-                if keep is not None
-                else None,
-                record=record,
-            )
-        ids = streamed_positions(decoder_attention_mask, x.shape[1], self.decoder)
-        name, past = "decoder_attention_mask", past_key_values.get_seq_length()
-        keep = keep_mask(name, recent(name, decoder_attention_mask, x.shape[1], past), x)
-        options: dict[str, Any] = {"key_mask": keep, "position_ids": ids, "record": record}
-        state = past_key_values.state
-        if state is None:
-            out, state = self.decoder.prefill(
-                x,
-                memory,
-                memory_key_mask=encoded.mask,
-                memory_position_ids=self._memory_positions(encoded),
-                **options,
-            )
-            past_key_values.know_sources(
-                (encoded.last_hidden_state, encoded.memories, encoded.mask), self._constant()
-            )
-        else:
-            out, state = self.decoder.step(x, state, **options)
-        past_key_values.state = state
+        cache, mask = past_key_values, decoder_attention_mask
+        options: dict[str, Any] = {
+            **padding("decoder_attention_mask", mask, x, self.decoder, cache),
+            "record": record,
+        }
+        if cache is not None and cache.state is not None:
+            out, cache.state = self.decoder.step(x, cache.state, **options)
+            return out
+        options["memory_key_mask"] = encoded.mask
+        options["memory_position_ids"] = self._memory_positions(encoded)
+        if cache is None:
+            return self.decoder(x, memory, causal=causal, **options)
+        out, cache.state = self.decoder.prefill(x, memory, **options)
+        cache.know_sources(
+            (encoded.last_hidden_state, encoded.memories, encoded.mask), self._constant()
+        )
         return out
 
     def logits(
@@ -412,7 +367,7 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         out: Tensor = self.pointer(
             logits,
             hidden,
-            self._target(decoder_input_ids, decoder_inputs_embeds),
+            self.vectors(decoder_input_ids, decoder_inputs_embeds, "decoder_"),
             encoded.last_hidden_state,
             encoded.source_ids,
             encoded.mask,
@@ -441,6 +396,7 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         )
         return token_losses(logits, labels, label_smoothing)
 
+    @returns_tuples
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -458,9 +414,8 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         source_ids: Tensor | None = None,
         output_attentions: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> Seq2SeqLMOutput | tuple[Any, ...]:
+    ) -> Seq2SeqLMOutput:
         """Logits (B, L, V) of the next tokens, and the loss of `labels`; see `logits`.
 
         Args:
@@ -478,7 +433,6 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
             output_attentions: also `cross_attentions`, the weights (B, H, L, S) of each, O(L·S).
             num_items_in_batch: what the sum of the loss is divided by, as `Trainer` gives it where
                 it accumulates gradients; default: the labels that are not −100.
-            return_dict: False for a tuple.
 
         Raises:
             OptionError, ShapeError, DtypeError: if arguments do not fit.
@@ -497,11 +451,7 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
             if labels is None:
                 raise OptionError("give decoder_input_ids, decoder_inputs_embeds or labels")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        cache = past_key_values
-        if use_cache and cache is None and labels is None:
-            cache = StackCache()
-        if cache is not None and not can_stream(self.decoder):
-            cache = None  # the whole prefix is given then, and computed anew
+        cache = self.cache_of(past_key_values, bool(use_cache) and labels is None)
         record: list[Tensor] | None = [] if output_attentions else None
         out = self.hidden(
             encoder_outputs,
@@ -517,16 +467,13 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = mean_cross_entropy(logits, labels, num_items_in_batch)
-        result = Seq2SeqLMOutput(
+        return Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
             past_key_values=cache,  # type: ignore[arg-type]  # a Cache
             cross_attentions=None if record is None else tuple(record),
             encoder_last_hidden_state=encoder_outputs.last_hidden_state,
         )
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        return result if return_dict else result.to_tuple()
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """What the decoder reads to predict `labels`."""

@@ -114,7 +114,8 @@ def metrics_line(point: Point) -> str:
     """Metrics for people."""
     own = ("step", "epoch", "seconds", "rate", "progress", "kind", "of")
     terms = [(name, value) for name, value in point.items() if name not in own]
-    shown = [(n, v) for n, v in terms if n == "loss" or v not in (0.0, point.get("loss"))]
+    told = (point.get("loss"), *((0.0,) if point.get("kind") == "train" else ()))
+    shown = [(n, v) for n, v in terms if n == "loss" or v not in told]
     return "  ".join(f"{name} {value:.5g}" for name, value in shown)
 
 
@@ -181,10 +182,8 @@ def train(
             prepared.objective.tokenizer = prepared.tokenizer
             prepared.objective.check(prepared.model)
         _same_data(folder, prepared.fingerprint)
-        loop = _Loop(recipe, prepared, dict(task.metrics), folder, progress)
-        for note in loop.warnings():
-            say(f"note: {note}")
-            prepared.notes.append(note)
+        loop = _Loop(recipe, prepared, dict(task.metrics), folder, progress, say)
+        loop.expect(loop.longest())
         checkpoint = last_checkpoint(folder / "checkpoints")
         if checkpoint is not None:
             say(f"continuing from step {int(checkpoint.name.rpartition('-')[2])}")
@@ -380,10 +379,12 @@ class _Loop:
         metrics: Mapping[str, str],
         folder: Path,
         progress: Callable[[Point], None] | None,
+        say: Say,
     ) -> None:
         self.recipe, self.prepared, self.metrics = recipe, prepared, metrics
         self.folder, self.checkpoints = folder, folder / "checkpoints"
-        self.progress_to = progress
+        self.progress_to, self.say = progress, say
+        self.expected, self.short = math.inf, ""  # steps of the run, and what is said of few
         self.device = device_of(recipe.training.device)
         self.model = prepared.model.to(self.device)
         self.generator = torch.Generator(self.device).manual_seed(recipe.training.seed)
@@ -432,19 +433,27 @@ class _Loop:
             return "minutes"
         return ""
 
-    def warnings(self) -> Iterator[str]:
-        """What in the recipe will not do what it says with this data."""
-        limits, warm_up = self.recipe.training, self.recipe.optimiser.warm_up
+    def longest(self) -> float:
+        """Most steps of the run, by its limits of steps and epochs."""
+        limits = self.recipe.training
         most = math.inf if limits.steps is None else limits.steps
         if limits.epochs is not None:
             batches = limits.epochs * len(self.stream.batches)
             most = min(most, math.ceil(batches / limits.accumulate))
-        if most < warm_up:
-            yield (
-                f"training ends after about {most} steps, within optimiser.warm_up={warm_up}: the "
-                f"rate rises to {most / warm_up:.0%} of its peak alone. Lower the warm-up, or "
-                "train longer"
-            )
+        return most
+
+    def expect(self, steps: float) -> None:
+        """Says so where a run of so many steps ends within its warm-up; again for far fewer."""
+        warm_up = self.recipe.optimiser.warm_up
+        if steps >= min(warm_up, 0.7 * self.expected):
+            return
+        self.expected = steps
+        self.short = (
+            f"training ends after about {steps:.0f} steps, within optimiser.warm_up={warm_up}: "
+            f"the rate rises to {steps / warm_up:.0%} of its peak alone. Train longer, or lower "
+            f"the warm-up, such as --set optimiser.warm_up={max(1, round(steps / 4))}"
+        )
+        self.say(f"note: {self.short}")
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -486,6 +495,7 @@ class _Loop:
         self.check(step)
         means = {name: float(value) / max(1, held.sizes) for name, value in self.sums.items()}
         spent = held.training - held.logged
+        share = self.share(step, clock=True)
         point = {
             "kind": "train",
             "step": step,
@@ -495,8 +505,10 @@ class _Loop:
             **({} if norm is None else {"gradient_norm": float(norm)}),
             "tokens_per_second": round(held.sizes / spent, 1) if spent > 0 else 0.0,
             "seconds": round(self.seconds, 3),
-            "progress": self.share(step, clock=True),
+            "progress": share,
         }
+        if self.recipe.training.minutes is not None:  # only now it is known how many steps fit
+            self.expect(step / share)
         self.sums = {}
         held.sizes, held.logged = 0, held.training
         self.tell(point)
@@ -832,7 +844,7 @@ class _Loop:
             last=held.last,
             stopped=held.stopped,
             resumed=resumed,
-            notes=tuple(self.prepared.notes),
+            notes=tuple(filter(None, (*self.prepared.notes, self.short))),
         )
 
 
@@ -840,8 +852,8 @@ class _Unused(torch.utils.data.Dataset[Batch]):
     """The Trainer asks for a data set; batches come from the stream."""
 
 
-def device_of(name: str) -> torch.device:
-    """The device of a recipe's `training.device`.
+def device_of(name: str, option: str = "training.device") -> torch.device:
+    """The device that an option names; "auto": an accelerator where there is one.
 
     Raises:
         OptionError: it is not there.
@@ -853,5 +865,5 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise OptionError(f"training.device={name!r} is not there: {error}") from None
+        raise OptionError(f"{option}={name!r} is not there: {error}") from None
     return device
