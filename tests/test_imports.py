@@ -34,6 +34,12 @@ AT_TOP = {
     "convert.cache": {"transformers"},
     "models": {"transformers"},
     "generation.noise": {"transformers"},
+    # imported at the first call that the kernels run
+    "kernels.triton.backward_kernels": {"triton"},
+    "kernels.triton.engine": {"triton"},
+    "kernels.triton.forward_kernels": {"triton"},
+    "kernels.triton.tiles": {"triton"},
+    "kernels.triton.tuning": {"triton"},
 }
 # Parts that may import packages of an extra inside a function.
 WITH_EXTRAS = ("pages", "data", "models", "generation", "training", "convert", "arena", "cli")

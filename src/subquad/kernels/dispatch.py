@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from subquad.errors import UnknownNameError, UnsupportedError, nearest
+from subquad.kernels import triton
 from subquad.kernels.block import Layout
 from subquad.kernels.flex import refusal
 from subquad.kernels.linear import Gradients, Problem, Result, causal_chunk
@@ -182,6 +184,8 @@ def _choose(forced: str | None, call: _Call) -> Choice:
     refused: dict[str, str] = {}
     for name in BACKENDS if forced is None else (forced,):
         why = _REFUSALS[name](call)
+        if why is None and name == "triton" and forced is None:
+            why = _not_asked_for()
         if why is not None:
             refused[name] = why
             continue
@@ -221,9 +225,13 @@ def _not_native(call: _Call) -> str | None:
 
 
 def _not_triton(call: _Call) -> str | None:
-    if call.device != "cuda":
-        return f"it is for NVIDIA GPUs, this is {call.device}"
-    return "it is not built in yet"
+    return triton.refusal(call.device, call.q, call.v, call.activation, call.clipped)
+
+
+def _not_asked_for() -> str | None:
+    if os.environ.get("SUBQUAD_TRITON", "0").lower() in ("1", "on", "yes", "true"):
+        return None
+    return "it has not been measured on a GPU yet; SUBQUAD_TRITON=1 or kernels.use turns it on"
 
 
 _REFUSALS: dict[str, Callable[[_Call], str | None]] = {
@@ -240,6 +248,10 @@ def _torch(call: _Call) -> tuple[str, int]:
 
 
 _ABOUT: dict[str, Callable[[_Call], tuple[str, int]]] = {
+    "triton": lambda call: (
+        "fused kernels that keep features in registers, sums in float32",
+        causal_chunk(call.features),
+    ),
     "torch": _torch,
     "native": lambda call: ("C++ compiled for this processor, sums in float32", KEEP),
 }

@@ -69,6 +69,9 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
 
+WORTH = 20_000_000
+"""Operations that a further thread is worth: its start takes as long as a tenth of them."""
+
 LARGE = 1 << 22
 """Bytes from which new memory is asked for in large pages."""
 
@@ -120,7 +123,9 @@ def _call(p: Problem, held: list[Tensor], keep: int) -> _Call:
     call.q_width, call.value = p.q.shape[3], p.value
     call.absorb, call.answered, call.keep = p.absorb, p.answered, keep
     call.chunk, call.causal_chunk = CHUNK, CAUSAL_CHUNK
-    call.quad, call.threads = p.quad, torch.get_num_threads()
+    rows = p.rows * (p.groups * p.queries + p.keys)
+    work = 2 * rows * p.features * (call.q_width + p.value)
+    call.quad, call.threads = p.quad, min(torch.get_num_threads(), 1 + work // WORTH)
     call.activation = 0 if key.log else ACTIVATIONS[key.name]
     return call
 

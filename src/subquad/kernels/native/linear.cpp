@@ -279,7 +279,7 @@ class Row {
   // -- phase 3: keys and their queries walk together; false where a row underflows
 
   bool causal(int64_t i, int64_t j) {
-    const int64_t first = i;
+    const int64_t first = call.absorb;
     for (; i < j; i += call.causal_chunk) {
       int64_t t = std::min(call.causal_chunk, j - i);
       if (call.keep && (i - first) % call.keep == 0) {
@@ -316,6 +316,56 @@ class Row {
       }
       enter(t);
     }
+    return true;
+  }
+
+  // One token, the step of decoding, in one pass over the state; false where it underflows.
+  bool one() {
+    for (int64_t m = 0; m < wide_m; m++)
+      c[m] = !exponential() ? 0.0f : m >= M ? NOWHERE : call.c_in ? call.c_in[n * M + m] : EMPTY;
+    mass = call.mass_in ? call.mass_in[n] : 0.0f;
+    const bool empty = level_is_empty();
+    keys(0, 1);
+    key_features(1);
+    clear(z, wide_m);
+    if (call.z_in) std::memcpy(z, call.z_in + n * M, M * sizeof(float));
+    float* decay = fading;
+    for (int64_t m = 0; m < wide_m; m += W) {
+      const Vec d = exponential() ? exp2(load(c + m) - load(level + m)) : all(1.0f);
+      store(decay + m, d);
+      store(z + m, load(z + m) * d + load(pk + m));
+    }
+    swap_level();
+    float* to = call.s + n * M * V;
+    const float* from = call.s_in ? call.s_in + n * M * V : nullptr;
+    for (int64_t g = 0; g < call.groups; g++) {
+      queries(g, 0, 1);
+      query_features(1, c);
+      den[0] = dot(pq, z, wide_m);
+      if (exponential() && den[0] < TINY && (!empty || closed[0] == 0)) return false;
+      for (int64_t j = 0; j < V; j += W) {
+        Vec even{}, odd{};
+        if (g == 0) {
+          const Vec value = load(y.data + j);
+          for (int64_t m = 0; m < M; m++) {
+            Vec row = value * pk[m];
+            if (from) row += load(from + m * V + j) * decay[m];
+            store(to + m * V + j, row);
+            (m & 1 ? odd : even) += row * pq[m];
+          }
+        } else {
+          for (int64_t m = 0; m < M; m++) (m & 1 ? odd : even) += load(to + m * V + j) * pq[m];
+        }
+        store(num + j, even + odd);
+      }
+      answer(g, 0, 1);
+    }
+    std::memcpy(call.z + n * M, z, M * sizeof(float));
+    if (exponential())
+      std::memcpy(call.c + n * M, c, M * sizeof(float));
+    else
+      call.c[n] = 0;
+    call.mass[n] = mass;
     return true;
   }
 
@@ -446,7 +496,6 @@ class Row {
   const float* state_z() const { return z; }
   const float* state_c() const { return c; }
   float state_mass() const { return mass; }
-  int64_t value_pitch() const { return lv; }
 
  private:
   const Call& call;
@@ -456,7 +505,7 @@ class Row {
   int64_t lwq, lwk;
   float *wq_copy, *wk_copy, *wq_t, *wk_t, *bq, *bk, *s, *z, *c, *level, *s_t, *s_bar, *s_bar_t, *z_bar, *after;
   float *x_copy, *xk_copy, *y_copy, *o_copy, *pq, *pk, *pks, *pk_t, *num, *den, *scale, *weight, *closed, *inner, *pair, *y_t;
-  float *gr, *delta, *bar, *key_bar, *y_bar, *x_bar, *states, *wq_bar, *wk_bar, *bq_bar, *bk_bar;
+  float *gr, *delta, *bar, *key_bar, *y_bar, *x_bar, *states, *wq_bar, *wk_bar, *bq_bar, *bk_bar, *fading;
   Rows x, xk, y;  // of the chunk: queries, keys, values
   float mass = 0;
   Room room;
@@ -475,7 +524,7 @@ class Row {
   void lay(Room& r, bool training) {
     const int64_t T = most + ROWS, C = call.causal_chunk + W;
     r.take(wq_copy, in_place ? 0 : wide_d * lm), r.take(wk_copy, in_place ? 0 : wide_d * lm);
-    r.take(bq, wide_m), r.take(bk, wide_m);
+    r.take(bq, wide_m), r.take(bk, wide_m), r.take(fading, wide_m);
     r.take(s, wide_m * lv), r.take(z, wide_m), r.take(c, wide_m), r.take(level, wide_m);
     r.take(x_copy, T * ld), r.take(xk_copy, T * ld), r.take(y_copy, T * lv);
     r.take(pq, std::max(T * lm, wide_m * ld));
@@ -913,13 +962,48 @@ class Row {
 
 // ---- calls ----------------------------------------------------------------------------------
 
+// Parts into which the tokens of each row are cut, so that few rows keep all threads busy.
 int64_t segments(const Call& call, int64_t rows, int64_t tokens) {
   if (call.threads <= 1 || rows % call.threads == 0 || tokens < 4 * call.chunk) return 1;
-  int64_t wanted = (2 * call.threads + rows - 1) / rows;
+  const int64_t wanted = (2 * call.threads + rows - 1) / rows;
   return std::max<int64_t>(1, std::min(wanted, tokens / (2 * call.chunk)));
 }
 
-int64_t cut(int64_t tokens, int64_t part, int64_t parts) { return tokens * part / parts; }
+// Where a part begins, at a multiple of `unit` tokens.
+int64_t cut(int64_t tokens, int64_t part, int64_t parts, int64_t unit = 1) {
+  return part == parts ? tokens : tokens * part / parts / unit * unit;
+}
+
+// States of parts of the keys, which add up to the state behind them.
+class Parts {
+ public:
+  Parts(const Call& call, int64_t count)
+      : call(call),
+        lv(pitch(call.value)),
+        M(call.features),
+        own(M * lv + 2 * M + 1),
+        held(count * own) {}
+
+  void keep(int64_t at, const Row& row) {
+    float* to = held.data() + at * own;
+    std::memcpy(to, row.state_s(), M * lv * sizeof(float));
+    std::memcpy(to + M * lv, row.state_z(), M * sizeof(float));
+    std::memcpy(to + M * lv + M, row.state_c(), M * sizeof(float));
+    to[own - 1] = row.state_mass();
+  }
+
+  void add(Row& row, int64_t from, int64_t to) const {
+    for (; from < to; from++) {
+      const float* p = held.data() + from * own;
+      row.merge(p, p + M * lv, p + M * lv + M, p[own - 1]);
+    }
+  }
+
+ private:
+  const Call& call;
+  const int64_t lv, M, own;
+  std::vector<float> held;
+};
 
 }  // namespace
 
@@ -938,7 +1022,13 @@ API int subquad_forward(const Call* given) {
   const Call& call = *given;
   const int64_t rows = call.batch * call.kv;
   std::atomic<int> bad{0};
-  const int64_t parts = segments(call, rows, std::max(call.absorb, call.answered));
+  if (call.keys == 1 && call.queries == 1 && !call.absorb && !call.keep && call.value % W == 0) {
+    divide(rows, call.threads, [&](int64_t n) {
+      if (!Row(call, n, false).one()) bad = 1;
+    });
+    return bad;
+  }
+  const int64_t parts = segments(call, rows, call.keys);
   if (parts == 1) {
     divide(rows, call.threads, [&](int64_t n) {
       Row row(call, n, false);
@@ -950,9 +1040,9 @@ API int subquad_forward(const Call* given) {
     });
     return bad;
   }
-  // Few rows: parts of the keys enter states of their own, which are then added up.
-  const int64_t lv = pitch(call.value), M = call.features, own = M * lv + 2 * M + 1;
-  std::vector<float> held(rows * parts * own);
+  // Few rows: parts of the keys enter states of their own. Queries of phase 2 read their sum; a
+  // part of phase 3 begins with the sum of those before it, for which its keys enter twice.
+  Parts first(call, rows * parts);
   divide(rows * parts, call.threads, [&](int64_t unit) {
     Row row(call, unit / parts, false);
     const int64_t part = unit % parts;
@@ -961,29 +1051,36 @@ API int subquad_forward(const Call* given) {
     else
       row.empty();
     row.absorb(cut(call.absorb, part, parts), cut(call.absorb, part + 1, parts));
-    float* to = held.data() + unit * own;
-    std::memcpy(to, row.state_s(), M * lv * sizeof(float));
-    std::memcpy(to + M * lv, row.state_z(), M * sizeof(float));
-    std::memcpy(to + M * lv + M, row.state_c(), M * sizeof(float));
-    to[own - 1] = row.state_mass();
+    first.keep(unit, row);
   });
-  auto gather = [&](Row& row, int64_t n) {
-    row.empty();
-    for (int64_t part = 0; part < parts; part++) {
-      const float* from = held.data() + (n * parts + part) * own;
-      row.merge(from, from + M * lv, from + M * lv + M, from[own - 1]);
-    }
-  };
   divide(rows * parts, call.threads, [&](int64_t unit) {
     Row row(call, unit / parts, false);
-    gather(row, unit / parts);
+    row.empty();
+    first.add(row, unit / parts * parts, (unit / parts + 1) * parts);
     row.read(cut(call.answered, unit % parts, parts), cut(call.answered, unit % parts + 1, parts));
   });
-  divide(rows, call.threads, [&](int64_t n) {
+  const int64_t walk = call.keys - call.absorb, times = std::min(parts, segments(call, rows, walk));
+  const int64_t whole = std::max(call.keep, 4 * call.causal_chunk);
+  Parts then(call, rows * times);
+  divide(times > 1 ? rows * times : 0, call.threads, [&](int64_t unit) {
+    Row row(call, unit / times, false);
+    const int64_t part = unit % times;
+    row.empty();
+    if (part + 1 < times)
+      row.absorb(call.absorb + cut(walk, part, times, whole),
+                 call.absorb + cut(walk, part + 1, times, whole));
+    then.keep(unit, row);
+  });
+  divide(rows * times, call.threads, [&](int64_t unit) {
+    const int64_t n = unit / times, part = unit % times;
     Row row(call, n, false);
-    gather(row, n);
-    if (!row.causal(call.absorb, call.keys)) bad = 1;
-    row.end();
+    row.empty();
+    first.add(row, n * parts, (n + 1) * parts);
+    then.add(row, n * times, unit);
+    if (!row.causal(call.absorb + cut(walk, part, times, whole),
+                    call.absorb + cut(walk, part + 1, times, whole)))
+      bad = 1;
+    if (part + 1 == times) row.end();
   });
   return bad;
 }

@@ -250,6 +250,33 @@ static inline uint16_t to_bfloat16(float x) {  // to nearest, ties to even; NaN 
   return x == x ? (uint16_t)rounded : (uint16_t)(bits >> 16 | 64);
 }
 
+// n contiguous numbers of 16 bits with a fraction of 10, to and from floats.
+static inline void of_float16(float* to, const _Float16* x, int64_t n) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(x + i))));
+#elif defined(__F16C__)
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + i))));
+#endif
+  for (; i < n; i++) to[i] = (float)x[i];
+}
+
+static inline void to_float16(_Float16* to, const float* x, int64_t n) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256((__m256i*)(to + i),
+                        _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i*)(to + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  for (; i < n; i++) to[i] = (_Float16)x[i];
+}
+
 // Row of n floats from p, whose elements lie `step` apart.
 static inline void read_row(float* to, const void* p, int type, long at, long step, long n) {
   if (type == FLOAT32) {
@@ -267,7 +294,7 @@ static inline void read_row(float* to, const void* p, int type, long at, long st
   } else {
     const _Float16* x = (const _Float16*)p + at;
     if (step == 1)
-      for (long i = 0; i < n; i++) to[i] = (float)x[i];
+      of_float16(to, x, n);
     else
       for (long i = 0; i < n; i++) to[i] = (float)x[i * step];
   }
@@ -281,7 +308,6 @@ static inline void write_row(void* p, int type, long at, const float* from, long
     uint16_t* x = (uint16_t*)p + at;
     for (long i = 0; i < n; i++) x[i] = to_bfloat16(from[i]);
   } else {
-    _Float16* x = (_Float16*)p + at;
-    for (long i = 0; i < n; i++) x[i] = (_Float16)from[i];
+    to_float16((_Float16*)p + at, from, n);
   }
 }
