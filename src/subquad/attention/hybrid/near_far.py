@@ -869,7 +869,12 @@ class _Behind:
         k = q.new_zeros(batch, self.kv_heads, length, head_dim)
         v = q.new_zeros(batch, self.kv_heads, length, self.value_dim)
         closed = torch.zeros(batch, length, dtype=torch.bool, device=q.device)
-        return self.mechanism._prefill_partial(q, k, v, state, closed, self.scale)[0]
+        return self.run(state, q, k, v, closed)[0]
+
+    def run(
+        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, opened: Tensor
+    ) -> tuple[Partial, State]:
+        return self.mechanism._prefill_partial(q, k, v, state, opened, self.scale)
 
 
 def _stack(rows: list[list[Partial]]) -> Partial:

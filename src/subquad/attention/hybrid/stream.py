@@ -26,6 +26,7 @@ three other corpora the chosen one gives 1.123, a window of as many keys 1.188.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -139,6 +140,12 @@ class Far(Protocol):
         """Sums of queries q (B, H, n, D) over all that the state has absorbed."""
         ...
 
+    def run(
+        self, state: State | None, q: Tensor, k: Tensor, v: Tensor, opened: Tensor
+    ) -> tuple[Partial, State]:
+        """Both, token by token: queries read what came up to them; opened (B, n) bool."""
+        ...
+
 
 def stream(
     q: Tensor,
@@ -221,28 +228,99 @@ class _Run:
         self, x: Tensor, new: Tensor, state: HeldKeys, held: int
     ) -> tuple[dict[str, _Sums], HeldKeys]:
         """All tokens count, and rows hold as many: what is held is a prefix of the places."""
-        size, at, tokens, behind = self.hold.size, 0, new.shape[2], state.far
+        size, early = self.hold.size, 0
         kv, mass, filled = state.kv, state.mass.clone(), state.held - held
-        pieces = []
-        while at < tokens:
-            count = min(size - held, (self.early if at < self.early else tokens) - at)
+        counts = self.counts(new.shape[2], held)
+        while early < len(counts) and sum(counts[:early]) < self.early:
+            early += 1
+        # Split, not sliced: the gradient of a slice is as long as all tokens, for every block.
+        asked = iter(_split(x, counts[early:], 3))
+        pieces: list[dict[str, _Sums]] = []
+        gone: list[Tensor | None] = []
+        for step, (count, added) in enumerate(zip(counts, _split(new, counts, 2), strict=True)):
             last = held + count
-            kv = torch.cat([kv[:, :, :held], new[:, :, at : at + count], kv[:, :, last:]], 2)
-            if at >= self.early:
+            kv = torch.cat([kv[:, :, :held], added, kv[:, :, last:]], 2)
+            if step >= early:
                 own = None  # one token reads all that is held
                 if count > 1 or self.apart:
                     own = torch.arange(held, last, device=x.device)[None]
-                asking = x if count == x.shape[3] else x.narrow(3, at - self.early, count)
-                sums, weights = self.read(asking, kv[:, :, :last], behind, own)
+                sums, weights = self.read(next(asked), kv[:, :, :last], None, own)
                 mass[:, :, :last].add_(weights.sum((2, 3)))
                 pieces.append(sums)
-            held, at = last, at + count
+            held, away = last, None
             if held == size:
-                kv, mass, gone = self.let_go(kv, mass)
+                kv, mass, away = self.let_go(kv, mass)
                 held -= self.hold.block
-                if self.far is not None:
-                    behind = self.far.absorb(behind, *self.halves(gone), None)
-        return _joined(pieces), HeldKeys(kv, mass, filled + held, behind, held)
+            gone.append(away)
+        found, behind = _joined(pieces), state.far
+        if self.far is not None:
+            found["far"], behind = self.behind(x, counts, early, gone, behind)
+        return found, HeldKeys(kv, mass, filled + held, behind, held)
+
+    def behind(
+        self,
+        x: Tensor,
+        counts: list[int],
+        early: int,
+        gone: Sequence[Tensor | None],
+        state: State | None,
+    ) -> tuple[_Sums, State | None]:
+        """What the far field adds, in one call: each block's queries, then the keys let go.
+
+        Queries bring masked keys and keys queries of zero: twice as many tokens as the queries,
+        but far fewer calls than two for every block.
+        """
+        assert self.far is not None
+        batch, kv_heads, groups, _, head_dim = x.shape
+        width = next((t.shape[3] for t in gone if t is not None), 0)
+        rows: list[Tensor] = []
+        keys: list[Tensor] = []
+        opened: list[bool] = []
+        at: list[int] = []
+        length = 0
+        parts = iter(_split(x.flatten(1, 2), counts[early:], 2))
+        for step, away in enumerate(gone):
+            if step >= early:
+                rows.append(next(parts))
+                count = rows[-1].shape[2]
+                keys.append(x.new_zeros(batch, kv_heads, count, width))
+                opened += [False] * count
+                at += range(length, length + count)
+                length += count
+            if away is not None:
+                count = away.shape[2]
+                rows.append(x.new_zeros(batch, kv_heads * groups, count, head_dim))
+                keys.append(away.to(x.dtype))
+                opened += [True] * count
+                length += count
+        if not width:
+            assert state is not None
+            part = self.far.read(state, rows[0] if len(rows) == 1 else torch.cat(rows, 2))
+        else:
+            key = torch.tensor(opened, device=x.device).expand(batch, -1)
+            part, state = self.far.run(
+                state, torch.cat(rows, 2), *self.halves(torch.cat(keys, 2)), key
+            )
+            place = torch.tensor(at, device=x.device)
+            part = Partial(*(t.index_select(2, place) for t in (part.num, part.den,
+                                                                part.log_scale)))  # fmt: skip
+        num, den, scale = (
+            t.unflatten(1, (kv_heads, groups)) for t in (part.num, part.den, part.log_scale)
+        )
+        return (num, den, scale), state
+
+    def counts(self, tokens: int, held: int) -> list[int]:
+        """Tokens that are taken at a time: until there are `size`, and none with queries and
+        without.
+        """
+        found, at = [], 0
+        while at < tokens:
+            count = min(self.hold.size - held, (self.early if at < self.early else tokens) - at)
+            found.append(count)
+            at, held = at + count, held + count
+            if held == self.hold.size:
+                held -= self.hold.block
+        return found
 
     def ragged(
         self, x: Tensor, new: Tensor, opened: Tensor, state: HeldKeys
@@ -306,8 +384,8 @@ class _Run:
     ) -> tuple[dict[str, _Sums], Tensor]:
         """Sums of queries x (B, Hkv, G, n, D), each over the places up to its own (B or 1, n).
 
-        Without `own` over all places of kv. Returns the weights (B, Hkv, G, n, places) too, cut
-        off from the graph.
+        Without `own` over all places of kv, without `behind` over these alone. Returns the
+        weights (B, Hkv, G, n, places) too, cut off from the graph.
         """
         keys, values = self.halves(kv.to(x.dtype))
         groups = x.shape[2:4]
@@ -336,8 +414,7 @@ class _Run:
         for name, part in found.items():
             num = (part.flatten(2, 3) @ values).unflatten(2, groups)
             sums[name] = num, part.sum(-1), log_scale
-        if self.far is not None:
-            assert behind is not None
+        if self.far is not None and behind is not None:
             far = self.far.read(behind, x.flatten(1, 2))
             num, den, scale = (
                 t.unflatten(1, x.shape[1:3]) for t in (far.num, far.den, far.log_scale)
@@ -370,6 +447,11 @@ def _joined(pieces: list[dict[str, _Sums]]) -> dict[str, _Sums]:
         num, den, log_scale = zip(*(piece[name] for piece in pieces), strict=True)
         found[name] = torch.cat(num, 3), torch.cat(den, 3), torch.cat(log_scale, 3)
     return found
+
+
+def _split(t: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    """The parts of t, itself where there is one: a step is few operations."""
+    return [t] if len(sizes) == 1 else t.split(sizes, dim)
 
 
 def _take(t: Tensor, at: Tensor) -> Tensor:

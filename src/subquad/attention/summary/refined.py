@@ -16,7 +16,6 @@ Nothing of size L×S or L×M is kept: the chunks are computed again in the backw
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +38,9 @@ SPREAD = 4.0
 
 BLOCK = 32
 """Queries that share one span of keys around them."""
+
+LANES = 16
+"""Numbers of keys are padded to multiples of it: what runs along rows is several times faster."""
 
 CHUNK_BYTES = 8 * 2**20
 """Bytes of one chunk's scores and gathered members: they stay in a core's cache."""
@@ -150,11 +152,18 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
     rows.mul_(scale)[..., -1] = 1.0
     rows = rows.view(count, groups, blocks, BLOCK, dim + 1).transpose(1, 2)
     rows = rows.reshape(count, blocks, groups * BLOCK, dim + 1)
-    tensors = [rows, tables.keys, tables.values, tables.spread]
+    more = -tables.keys.shape[1] % LANES
+    keys, values = (F.pad(t, (0, 0, 0, more)) for t in (tables.keys, tables.values))
+    keys[:, keys.shape[1] - more :, -1] = ABSENT
+    # h comes out of the product with its one: [x/√2 | 1]² [var | 1]ᵀ.
+    whiten = F.pad(tables.whiten * 0.5**0.5, (0, 1))
+    whiten[:, -1, -1] = 1.0
+    tensors = [rows, keys, values, F.pad(tables.spread, (0, 1), value=1.0)]
     cluster = reach = widths = None
-    wide = tables.keys.shape[1] + 2 * tables.spread.shape[1]
+    wide = keys.shape[1] + 2 * tables.spread.shape[1]
     if window is not None:
         span = BLOCK + 2 * window.width
+        span += -span % LANES
         # The spans of all blocks, and nothing else: padding is negative where keys are cut off.
         left = window.width - offset
         right = (blocks - 1) * BLOCK + span - left - window.keys.shape[2]
@@ -182,8 +191,8 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
         tensors += [tables.members, tables.member_values]
         wide += min(tables.refine, tables.spread.shape[1]) * tables.members[0, 0].numel()
     fixed = _Fixed(
-        tables.whiten, tables.place, cluster, reach, widths, tables.refine,
-        tables.spread.shape[1], groups, offset, window is not None and window.exact,
+        whiten, tables.place, cluster, reach, widths, tables.refine, tables.spread.shape[1], groups,
+        offset, window is not None and window.exact,
         max(1, CHUNK_BYTES // (wide * q.element_size())),
     )  # fmt: skip
     out, top = _Read.apply(fixed, *tensors)  # type: ignore[no-untyped-call]  # torch's own
@@ -221,7 +230,7 @@ def _pieces(
 
 
 class _Read(torch.autograd.Function):
-    """`_rows` on every chunk, computed again in the backward pass."""
+    """`_Chunk` by chunk, computed again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, fixed: _Fixed, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,11 +238,10 @@ class _Read(torch.autograd.Function):
         out = rows.new_empty(*rows.shape[:3], values.shape[-1])
         top = rows.new_empty(rows.shape[:3])
         for heads, blocks in _chunks(fixed, rows):
-            parts = [t[at] for t, at in zip(tensors, _pieces(fixed, heads, blocks, tensors),
-                                            strict=True)]  # fmt: skip
-            out[heads, blocks], top[heads, blocks] = _rows(
-                fixed.heads(heads), heads, blocks, *parts
-            )
+            pieces = _pieces(fixed, heads, blocks, tensors)
+            parts = [t[at] for t, at in zip(tensors, pieces, strict=True)]
+            chunk = _Chunk(fixed.heads(heads), blocks, *parts)
+            out[heads, blocks], top[heads, blocks] = chunk.sums()
         ctx.save_for_backward(*tensors)
         ctx.fixed = fixed
         ctx.mark_non_differentiable(top)
@@ -243,160 +251,227 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, out_bar: Tensor, _: Tensor) -> tuple[Any, ...]:
         tensors, fixed = ctx.saved_tensors, ctx.fixed
+        bars = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        # backward() may run inside autocast
+        with torch.autocast(out_bar.device.type, enabled=False):
+            for heads, blocks in _chunks(fixed, tensors[0]):
+                pieces = _pieces(fixed, heads, blocks, tensors)
+                parts = [t[at] for t, at in zip(tensors, pieces, strict=True)]
+                chunk = _Chunk(fixed.heads(heads), blocks, *parts)
+                chunk.sums()
+                places = [bar[at] for bar, at in zip(bars, pieces, strict=True)]
+                chunk.pull_back(out_bar[heads, blocks].flatten(1, 2), *places)
         needed = ctx.needs_input_grad[1:]
-        bars = [torch.zeros_like(t) if need else None
-                for t, need in zip(tensors, needed, strict=True)]  # fmt: skip
-        for heads, blocks in _chunks(fixed, tensors[0]):
-            pieces = _pieces(fixed, heads, blocks, tensors)
-            parts = [
-                t[at].detach().requires_grad_(need)
-                for t, at, need in zip(tensors, pieces, needed, strict=True)
-            ]
-            wanted = [index for index, need in enumerate(needed) if need]
-            # backward() may run inside autocast
-            with torch.enable_grad(), torch.autocast(out_bar.device.type, enabled=False):
-                out, _ = _rows(fixed.heads(heads), heads, blocks, *parts)
-                found = torch.autograd.grad(
-                    out, [parts[n] for n in wanted], out_bar[heads, blocks], allow_unused=True
-                )
-            for index, bar in zip(wanted, found, strict=True):
-                total = bars[index]
-                if bar is not None and total is not None:
-                    total[pieces[index]].add_(bar)
-        return None, *bars
+        return None, *(bar if need else None for bar, need in zip(bars, needed, strict=True))
 
 
-def _rows(
-    fixed: _Fixed,
-    heads: slice,
-    blocks: slice,
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spread: Tensor,
-    *rest: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """[num | den] (n, b, R, V + 1) of n heads and b blocks of R rows, and log_scale (n, b, R)."""
-    count, many, size, _ = rows.shape
-    clusters = fixed.clusters
-    flat = rows.flatten(1, 2)  # (n, b·R, D + 1)
-    phi, most = _estimates(flat, keys[:, :clusters], spread, fixed.whiten)
-    tops = [most]
-    near = near_v = weight = listed = refined = None
-    if fixed.cluster is not None:
-        near_k, near_v, weight, *rest = rest  # type: ignore[assignment]
-        if fixed.exact:
-            near = _near_scores(fixed, rows, near_k)  # (n, b, R, span)
-            tops.append(near.detach().amax(-1).flatten(1)[..., None])
-    if keys.shape[1] > clusters:
-        listed = flat @ keys[:, clusters:].transpose(-1, -2)
-        tops.append(listed.detach().amax(-1, keepdim=True))
-    if rest:
-        chosen = _largest(phi.detach(), fixed.refine)  # (n, b·R, r)
-        refined, member_t = _member_scores(fixed, blocks, flat, rest[0], chosen)
-        tops.append(refined.detach().amax(-1, keepdim=True))
-    top = functools.reduce(torch.maximum, tops).clamp_min(0.1 * ABSENT)
+class _Chunk:
+    """What b blocks of R rows read in each of n heads, and the gradients of that.
 
-    phi = _times(phi, _exp(most - top))
-    out = phi @ values[:, :clusters]
-    if listed is not None:
-        out = out + _exp(_less(listed, top)) @ values[:, clusters:]
-    if refined is not None:
-        each = member_t.shape[-1] // chosen.shape[-1]
-        own = phi.gather(-1, chosen)[..., None] * member_t.unflatten(-1, (-1, each))
-        there = refined > 0.5 * ABSENT
-        change = _times(_less(_exp(refined - top), own.flatten(-2)), there)
-        out = out + _member_sums(change, rest[1], chosen)
-    if near_v is not None:
-        assert weight is not None and fixed.cluster is not None and fixed.reach is not None
-        span = fixed.reach.shape[-1]
-        where = fixed.cluster[:, blocks.start * BLOCK : blocks.stop * BLOCK + span - BLOCK]
-        where = where.unfold(1, span, BLOCK)[:, :, None].expand(-1, -1, size, -1)
-        held = weight.unfold(1, span, BLOCK)[:, :, None] * fixed.reach
-        change = _times(phi.view(count, many, size, -1).gather(-1, where), held)
-        if near is not None:
-            change = _less(_exp(_less(near, top.view(count, many, size, 1))), change)
+    Sums are relative to e^top, top being the largest logit of a row that is read exactly or
+    belongs to a cluster; it passes no gradient, for what is made of the sums does not depend on it.
+    """
+
+    def __init__(
+        self, fixed: _Fixed, blocks: slice, rows: Tensor, keys: Tensor, values: Tensor,
+        spread: Tensor, *rest: Tensor,
+    ) -> None:  # fmt: skip
+        self.fixed, self.blocks = fixed, blocks
+        self.blocked, self.rows = rows, rows.flatten(1, 2)  # (n, b, R, D + 1), (n, b·R, D + 1)
+        self.keys, self.values, self.spread = keys, values, spread
+        self.near: tuple[Tensor, Tensor, Tensor] | None = None
+        if fixed.cluster is not None:
+            self.near, rest = (rest[0], rest[1], rest[2]), rest[3:]
+        self.members = (rest[0], rest[1]) if rest else None
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """[num | den] (n, b, R, V + 1), and log_scale (n, b, R)."""
+        shape, clusters = self.blocked.shape[:3], self.fixed.clusters
+        # Weights of clusters and of listed keys, side by side.
+        weights = self.rows @ self.keys.mT
+        top = weights.amax(-1, keepdim=True)
+        near = None
+        if self.near is not None and self.fixed.exact:
+            near = self._near_scores(self.near[0])
+            top = torch.maximum(top, near.amax(-1).flatten(1)[..., None])
+        top = top.clamp_min_(0.1 * ABSENT)
+        _exp(weights.sub_(top))
+        self.phi = weights[..., :clusters]
+        self.x = self.rows @ self.fixed.whiten  # its squares are the h of unit variances
+        self.more = (self.x.square() @ self.spread.mT).clamp_max_(1.0 + SPREAD)
+        self.phi.mul_(self.more)
+        self.weights = weights
+        out = weights @ self.values
+        if self.near is not None:
+            out += self._near_sums(near, top)
+        if self.members is not None:
+            scores = self._member_scores(*self.members)
+            highest = torch.maximum(top, scores.amax(-1, keepdim=True))
+            self.lift = _exp(top - highest)
+            out = out.mul_(self.lift).add_(self._member_sums(scores, highest, self.members[1]))
+            top = highest
+        return out.view(*shape, -1), top.view(shape)
+
+    def pull_back(
+        self, out_bar: Tensor, rows: Tensor, keys: Tensor, values: Tensor, spread: Tensor,
+        *rest: Tensor,
+    ) -> None:  # fmt: skip
+        """Adds to the gradients of all tensors, given that of the sums (n, b·R, V + 1)."""
+        row_bar, clusters = torch.zeros_like(self.rows), self.fixed.clusters
+        bar = out_bar if self.members is None else out_bar * self.lift
+        values.baddbmm_(self.weights.mT, bar)
+        bars = bar @ self.values.mT
+        if self.near is not None:
+            self._pull_back_near(bar, bars, row_bar, *rest[:3])
+        if self.members is not None:
+            self._pull_back_members(out_bar, bars, row_bar, *rest[-2:])
+        bars.mul_(self.weights)  # now of the logits
+        row_bar.baddbmm_(bars, self.keys)
+        keys.baddbmm_(bars.mT, self.rows)
+        # Of 1 + h, which stops growing at 1 + `SPREAD`.
+        more = bars[..., :clusters] / self.more
+        more.mul_(self.more < 1.0 + SPREAD)
+        spread.baddbmm_(more.mT, self.x.square())
+        row_bar.baddbmm_((more @ self.spread).mul_(self.x), self.fixed.whiten.mT, alpha=2.0)
+        rows.add_(row_bar.view_as(rows))
+
+    # ---- the window ----------------------------------------------------------------------
+
+    def _spans(self, t: Tensor) -> Tensor:
+        """(n, b, span, ·) of (n, P, ·), or without the last dimension: the keys around blocks."""
+        assert self.fixed.reach is not None
+        spans = t.unfold(1, self.fixed.reach.shape[-1], BLOCK)
+        return spans if t.dim() == 2 else spans.mT
+
+    def _near_scores(self, keys: Tensor) -> Tensor:
+        """Logits (n, b, R, span) of the keys around each block, `ABSENT` beyond the window."""
+        assert self.fixed.reach is not None
+        scores = _by_heads(self.blocked, self._spans(keys).mT)
+        return scores.add_((~self.fixed.reach).to(scores.dtype) * ABSENT)
+
+    def _near_sums(self, scores: Tensor | None, top: Tensor) -> Tensor:
+        """What the window adds to the sums of the clusters, (n, b·R, V + 1)."""
+        assert self.near is not None and self.fixed.cluster is not None
+        assert self.fixed.reach is not None
+        span, shape = self.fixed.reach.shape[-1], self.blocked.shape
+        first = self.blocks.start * BLOCK
+        where = self.fixed.cluster[:, first : first + self.near[0].shape[1]]
+        self.where = where.unfold(1, span, BLOCK)[:, :, None].expand(-1, -1, shape[2], -1)
+        self.estimates = self.phi.unflatten(1, shape[1:3]).gather(-1, self.where)
+        self.held = self._spans(self.near[2])[:, :, None] * self.fixed.reach
+        self.change = self.estimates * self.held
+        self.exact: Tensor | None = None
+        if scores is None:
+            self.change.neg_()
         else:
-            change = -change
-        found = change @ near_v.unfold(1, span, BLOCK).transpose(-1, -2)
-        out = out + found.flatten(1, 2)
-    return out.view(count, many, size, -1), top.view(count, many, size)
+            self.exact = _exp(scores.sub_(top.view(*shape[:3], 1)))
+            self.change = torch.sub(self.exact, self.change, out=self.change)
+        return _by_heads(self.change, self._spans(self.near[1])).flatten(1, 2)
+
+    def _pull_back_near(
+        self, bar: Tensor, bars: Tensor, row_bar: Tensor, keys: Tensor, values: Tensor,
+        weight: Tensor,
+    ) -> None:  # fmt: skip
+        assert self.near is not None and self.fixed.reach is not None
+        shape = self.blocked.shape
+        bar = bar.view(*shape[:3], -1)
+        _fold(values, _by_heads(self.change.mT, bar))
+        change = _by_heads(bar, self._spans(self.near[1]).mT)
+        if self.exact is not None:
+            exact = self.exact.mul_(change)
+            row_bar.view(shape).add_(_by_heads(exact, self._spans(self.near[0])))
+            _fold(keys, _by_heads(exact.mT, self.blocked))
+        held = self.estimates.mul_(change).mul_(self.fixed.reach).sum(2).neg_()
+        _fold(weight[..., None], held[..., None])
+        phi = bars.view(*shape[:3], -1)
+        phi.scatter_add_(-1, self.where, change.mul_(self.held).neg_())
+
+    # ---- members of clusters -------------------------------------------------------------
+
+    def _member_scores(self, members: Tensor, _: Tensor) -> Tensor:
+        """Logits (n, b·R, r·e) of the members of the chosen clusters; `ABSENT` in the window."""
+        fixed = self.fixed
+        self.chosen = _largest(self.phi, fixed.refine)  # (n, b·R, r)
+        self.flat = _of_all(self.chosen, members).flatten()
+        found = members.flatten(2).flatten(0, 1).index_select(0, self.flat)
+        self.found = found.view(*self.rows.shape[:2], -1, members.shape[-1])  # (…, r·e, D + 2)
+        scores = (self.rows[..., None, :] @ self.found[..., :-1].mT)[..., 0, :]
+        if fixed.widths is not None and fixed.place is not None:
+            place = fixed.place.flatten(0, 1).index_select(0, self.flat).view(scores.shape)
+            start, stop = (fixed.first + block * BLOCK for block in (self.blocks.start,
+                                                                     self.blocks.stop))  # fmt: skip
+            at = torch.arange(start, stop, device=place.device)
+            at = at.view(-1, 1, BLOCK).expand(-1, fixed.groups, -1).reshape(-1, 1)
+            within = place.sub_(at).abs_() <= fixed.widths[:, None, None]
+            scores.masked_fill_(within, ABSENT)
+        return scores
+
+    def _member_sums(self, scores: Tensor, top: Tensor, values: Tensor) -> Tensor:
+        """What members add to the sums of the clusters, (n, b·R, V + 1)."""
+        each = values.shape[2]
+        self.there = (scores > 0.5 * ABSENT).to(scores.dtype)
+        # φ of the members' clusters, and φ·t, relative to the new top.
+        self.own = (self.phi.gather(-1, self.chosen) * self.lift).repeat_interleave(each, -1)
+        self.members_exact = _exp(scores.sub_(top)).mul_(self.there)
+        self.member_change = self.members_exact - self.own * self.found[..., -1] * self.there
+        # Without a copy of the values.
+        member = self.flat[:, None] * each + torch.arange(each, device=values.device)
+        found = F.embedding_bag(
+            member.view(-1, scores.shape[-1]), values.flatten(0, 2), mode="sum",
+            per_sample_weights=self.member_change.flatten(0, 1),
+        )  # fmt: skip
+        return found.view(*scores.shape[:2], -1)
+
+    def _pull_back_members(
+        self, out_bar: Tensor, bars: Tensor, row_bar: Tensor, members: Tensor, values: Tensor
+    ) -> None:
+        assert self.members is not None
+        each = values.shape[2]
+        table = self.members[1].flatten(2).flatten(0, 1)
+        found = table.index_select(0, self.flat).view(*self.own.shape, -1)
+        change = (found @ out_bar[..., None])[..., 0]  # of each weight
+        torch.mul(self.member_change[..., None], out_bar[..., None, :], out=found)
+        _add_rows(values, self.flat, found)
+        exact = self.members_exact.mul_(change)
+        row_bar.add_((exact[..., None, :] @ self.found[..., :-1])[..., 0, :])
+        change.mul_(self.there)
+        tilt = self.own.mul_(change).neg_()
+        phi = change.mul_(self.found[..., -1]).unflatten(-1, (-1, each)).sum(-1)
+        bars.scatter_add_(-1, self.chosen, phi.mul_(self.lift).neg_())
+        torch.mul(exact[..., None], self.rows[..., None, :], out=self.found[..., :-1])
+        self.found[..., -1] = tilt
+        _add_rows(members, self.flat, self.found)
 
 
-def _less(x: Tensor, y: Tensor) -> Tensor:
-    """x − y, in place of x where no gradient is wanted."""
-    return x - y if torch.is_grad_enabled() else x.sub_(y)
+def _by_heads(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y (n, b, ·, ·), head by head: spans of keys overlap, and all heads' would be copied."""
+    out = x.new_empty(*x.shape[:3], y.shape[-1])
+    for one, other, place in zip(x, y, out, strict=True):
+        torch.bmm(one, other, out=place)
+    return out
 
 
-def _times(x: Tensor, y: Tensor) -> Tensor:
-    """x·y, in place of x where no gradient is wanted."""
-    return x * y if torch.is_grad_enabled() else x.mul_(y)
+def _fold(bar: Tensor, found: Tensor) -> None:
+    """Adds what was found for each block's span (n, b, span, ·) to the keys (n, P, ·)."""
+    blocks, span = found.shape[1:3]
+    for first in range(0, span, BLOCK):
+        part = found[:, :, first : first + BLOCK]
+        place = bar[:, first:].unfold(1, part.shape[2], BLOCK)[:, :blocks]
+        place.add_(part.mT)
+
+
+def _add_rows(bar: Tensor, at: Tensor, found: Tensor) -> None:
+    """Adds rows of members to the clusters `at` of bar (n, M, e, ·)."""
+    bar.flatten(2).flatten(0, 1).index_add_(0, at, found.view(len(at), -1))
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x), no smaller than e^-80 (e^-700): subnormal results take a hundred times longer.
+    """exp(x) in place, no smaller than e^-50 (e^-300).
 
-    What is not there has that weight then, beside sums of at least 1, and values of zero.
+    Subnormals take a hundred times longer, here and in products with gradients. What is not there
+    has that weight then: too little to matter beside sums of at least 1, and its values are zero.
     """
-    least = -700.0 if x.dtype == torch.float64 else -80.0
-    return torch.exp(x.clamp_min(least)) if torch.is_grad_enabled() else x.clamp_min_(least).exp_()
-
-
-def _estimates(rows: Tensor, keys: Tensor, spread: Tensor, whiten: Tensor) -> tuple[Tensor, Tensor]:
-    """φ·exp(−most) (n, rows, M) of all clusters, and the largest logit `most` (n, rows, 1)."""
-    logits = rows @ keys.transpose(-1, -2)
-    most = logits.detach().amax(-1, keepdim=True)
-    half = (rows @ whiten).square() * 0.5
-    one = half.new_ones(1, 1, 1).expand(*half.shape[:2], spread.shape[1])
-    more = torch.baddbmm(one, half, spread.transpose(-1, -2))
-    more = more.clamp_max(1.0 + SPREAD) if more.requires_grad else more.clamp_max_(1.0 + SPREAD)
-    return _times(_exp(_less(logits, most)), more), most
-
-
-def _near_scores(fixed: _Fixed, rows: Tensor, keys: Tensor) -> Tensor:
-    """Logits (n, b, R, span) of the keys around each block, `ABSENT` beyond the window."""
-    assert fixed.reach is not None
-    scores = rows @ keys.unfold(1, fixed.reach.shape[-1], BLOCK)
-    beyond = (~fixed.reach).to(scores.dtype) * ABSENT
-    return scores + beyond if torch.is_grad_enabled() else scores.add_(beyond)
-
-
-def _member_scores(
-    fixed: _Fixed, blocks: slice, rows: Tensor, members: Tensor, chosen: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Logits (n, rows, r·e) of the members of the chosen clusters, and their weights t.
-
-    Members within the window are `ABSENT`.
-    """
-    flat = _of_all(chosen, members).flatten()
-    found = members.flatten(2).flatten(0, 1).index_select(0, flat)
-    found = found.view(*rows.shape[:2], -1, members.shape[-1])  # (n, rows, r·e, D + 2)
-    scores = (rows[..., None, :] @ found[..., :-1].transpose(-1, -2))[..., 0, :]
-    if fixed.widths is not None and fixed.place is not None:
-        place = fixed.place.flatten(0, 1).index_select(0, flat).view(scores.shape)
-        start = fixed.first + blocks.start * BLOCK
-        at = torch.arange(start, start + (blocks.stop - blocks.start) * BLOCK, device=rows.device)
-        at = at.view(-1, 1, BLOCK).expand(-1, fixed.groups, -1).reshape(-1, 1)
-        within = (place - at).abs() <= fixed.widths[:, None, None]
-        scores = scores.masked_fill(within, ABSENT)
-    return scores, found[..., -1]
-
-
-def _member_sums(weight: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
-    """Σ weight·[v | 1] (n, rows, V + 1) over the members of the chosen clusters."""
-    flat = _of_all(chosen, values)
-    if torch.is_grad_enabled():
-        found = values.flatten(2).flatten(0, 1).index_select(0, flat.flatten())
-        found = found.view(*weight.shape, values.shape[-1])
-        return (weight[..., None, :] @ found)[..., 0, :]
-    # The same without a copy of the values.
-    each = values.shape[2]
-    member = flat[..., None] * each + torch.arange(each, device=values.device)
-    found = F.embedding_bag(
-        member.view(-1, weight.shape[-1]), values.flatten(0, 2), mode="sum",
-        per_sample_weights=weight.flatten(0, 1),
-    )  # fmt: skip
-    return found.view(*weight.shape[:2], -1)
+    return x.clamp_min_(-300.0 if x.dtype == torch.float64 else -50.0).exp_()
 
 
 def _of_all(chosen: Tensor, table: Tensor) -> Tensor:
