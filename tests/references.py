@@ -214,6 +214,20 @@ def ref_mixed(mech, q, k, v, *, allowed, scale, causal=False):
     return torch.stack(outs, 1)
 
 
+def ref_auto(mech, q, k, v, *, allowed, scale, causal=False):
+    """Softmax if 2·L·S / (L + S), or `length`, is below the crossover, else the linear side's."""
+    queries, keys, config = q.shape[2], k.shape[2], mech.config
+    tokens = config.length or 2 * queries * keys / (queries + keys)
+    crossover = config.crossover
+    if crossover is None:  # then it is the device's
+        crossover = mech.explain(queries, keys, causal=causal).crossover.length
+    if tokens < crossover:
+        return ref_softmax(mech.exact, q, k, v, allowed=allowed, scale=scale[0])
+    naive = globals()[f"ref_{mech.linear.name}"]
+    asked = {"causal": causal} if "causal" in inspect.signature(naive).parameters else {}
+    return naive(mech.linear, q, k, v, allowed=allowed, scale=scale[1], **asked)
+
+
 @torch.no_grad()
 def held_keys(config, q, k, *, opened, scale):
     """Which keys (B, H, L, S) each query of a causal call reads exactly, token by token."""

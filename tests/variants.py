@@ -110,6 +110,17 @@ VARIANTS = {
         "conv(kernels=[1, 1], conv=shared, combine=sum, noise=0.3, sharing=qkv)",
         "conv(kernels=[3, 2], conv=shared, combine=sum, noise=0.3, columns=67, rows=61)",
     ],
+    "auto": [
+        "auto(linear=performer(features=13), crossover=40)",
+        "auto(linear=local(window=5), crossover=100)",
+        "auto(linear=near_far(window=5, sinks=0, far=performer(features=13)), crossover=20)",
+        "auto(linear=performer(features=13), crossover=0)",
+        "auto(linear=performer(features=13, gauge=centre, statistics=calibrated), crossover=60, "
+        "length=50)",
+        "auto(linear=mixed(local(window=5), performer(features=13)), crossover=60, length=60)",
+        "auto(linear=performer(features=13), length=300)",
+        "auto",
+    ],
     "reformer": [
         "reformer(rounds=2, buckets=4, chunk=5)",
         "reformer(rounds=3, buckets=[2, 4], chunk=3, shared=false)",

@@ -12,6 +12,7 @@ from subquad.attention.masks import Mask
 from subquad.attention.multihead import MultiheadAttention
 from subquad.attention.partial import Partial, merge
 from subquad.attention.stack import StackState, TransformerDecoder, TransformerEncoder
+from subquad.attention.tuning import tune
 from subquad.convert import Budget, compare, convert, revert, suggest, swap_sdpa
 from subquad.errors import (
     CalibrationError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from subquad.attention.exact.additive import AdditiveConfig
     from subquad.attention.exact.location import LocationConfig
     from subquad.attention.exact.softmax import SoftmaxConfig
+    from subquad.attention.hybrid.auto import AutoConfig, decisions
     from subquad.attention.hybrid.conv import ConvConfig
     from subquad.attention.hybrid.mixed import MixedConfig
     from subquad.attention.hybrid.near_far import NearFarConfig
@@ -63,6 +65,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveConfig",
+    "AutoConfig",
     "BigBirdConfig",
     "Budget",
     "CalibrationError",
@@ -116,6 +119,7 @@ __all__ = [
     "build",
     "compare",
     "convert",
+    "decisions",
     "describe",
     "features",
     "kernels",
@@ -128,9 +132,10 @@ __all__ = [
     "revert",
     "suggest",
     "swap_sdpa",
+    "tune",
 ]
 
-_CONFIGS = {
+_LAZY = {
     "FNetConfig": "subquad.attention.mixer.fnet",
     "GMLPConfig": "subquad.attention.mixer.gmlp",
     "MLPMixerConfig": "subquad.attention.mixer.mlp_mixer",
@@ -151,6 +156,8 @@ _CONFIGS = {
     "KernelNystromConfig": "subquad.attention.kernel.nystrom",
     "NearFarConfig": "subquad.attention.hybrid.near_far",
     "NystromConfig": "subquad.attention.summary.nystrom",
+    "AutoConfig": "subquad.attention.hybrid.auto",
+    "decisions": "subquad.attention.hybrid.auto",
     "ConvConfig": "subquad.attention.hybrid.conv",
     "MixedConfig": "subquad.attention.hybrid.mixed",
     "ClusteredConfig": "subquad.attention.summary.clustered",
@@ -169,8 +176,8 @@ def __getattr__(name: str) -> Any:
     # Mechanisms and their configs load when first used: the registry stays lazy.
     if name in _MODULES:
         value: Any = importlib.import_module(f"subquad.{name}")
-    elif name in _CONFIGS:
-        value = getattr(importlib.import_module(_CONFIGS[name]), name)
+    elif name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
     else:
         raise AttributeError(f"module 'subquad' has no attribute {name!r}")
     globals()[name] = value

@@ -60,6 +60,7 @@ MECHANISMS: dict[str, str] = {
     "mixed": "subquad.attention.hybrid.mixed:Mixed",
     "near_far": "subquad.attention.hybrid.near_far:NearFar",
     "conv": "subquad.attention.hybrid.conv:Conv",
+    "auto": "subquad.attention.hybrid.auto:Auto",
 }
 """name → module:class."""
 

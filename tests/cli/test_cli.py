@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -21,6 +22,7 @@ VERBS = (
     ("compare",),
     ("convert",),
     ("suggest",),
+    ("build-native",),
     ("bench",),
     ("bench", "speed"),
     ("bench", "approximation"),
@@ -221,3 +223,14 @@ def test_picture(tmp_path: Path) -> None:
     assert done.exit_code == 0 and str(out) in done.stdout.replace("\n", "")
     assert out.read_bytes().startswith(b"\x89PNG")
     assert run("picture", "lokal").exit_code == 2
+
+
+def test_build_native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+    if shutil.which("c++"):
+        assert "compiled" in run("build-native").stdout
+        made = json.loads(run("build-native", "--json").stdout)
+        assert made["fresh"] is False and Path(made["path"]).parent == tmp_path / "native"
+    monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+    result = run("build-native")
+    assert result.exit_code == 2 and "no C++ compiler was found" in result.output

@@ -57,6 +57,7 @@ BRIEF = {
     "global": "it is a part of other patterns: bigbird has it",
     "strided": "its pattern is for data with a period",
     "mixed": "its parts are shown by themselves",
+    "auto": "it is exact attention or near_far, which are shown by themselves",
 }
 """What is left out to keep the run short, and why it can be."""
 

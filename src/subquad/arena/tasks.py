@@ -242,16 +242,18 @@ SIZES: dict[str, tuple[str, ...]] = {
     "aft": ("aft", "aft(kind=full)"),
     "mixed": ("mixed(local(window=8), performer(features=32))",),
     "near_far": ("near_far(window=8, heavy=8)",),
+    "auto": ("auto(crossover=256)",),
 }
 """Options at 64 tokens and heads of 16, where the defaults are meant for thousands of tokens.
 
 The budget of a query is about a quarter of the sequence where a mechanism reads keys or
 summaries of keys, 16 of 64: a window of 8 on both sides; a stride of 8 and 8 tokens of a
 column; one global token in four; two blocks or chunks of 8, or of 4 in two rounds; 16
-landmarks, clusters or rows; 8 and 8 where there are two parts. It is 32 features where a
-mechanism sums them: a state of 32 × 16 numbers is half of the values that exact attention
-keeps. Names without a line have no size, or that of a head or of the sequence. A mechanism
-whose kinds differ in what they can do has several specs; the first one is the picture's."""
+landmarks, clusters or rows; 8 and 8 where there are two parts; auto is exact at this length.
+It is 32 features where a mechanism sums them: a state of 32 × 16 numbers is half of the values
+that exact attention keeps. Names without a line have no size, or that of a head or of the
+sequence. A mechanism whose kinds differ in what they can do has several specs; the first one is
+the picture's."""
 
 
 def candidates() -> dict[str, tuple[str, ...]]:

@@ -9,6 +9,7 @@ import typer
 import subquad
 from subquad.cli import (
     bench,
+    build_native,
     compare,
     convert,
     demo,
@@ -19,9 +20,10 @@ from subquad.cli import (
     suggest,
     train,
     translate,
+    tune,
 )
 from subquad.cli import list as list_verb
-from subquad.cli.common import ErrorGroup
+from subquad.cli.common import ErrorGroup, flowing_help
 
 __all__ = ["app"]
 
@@ -62,6 +64,8 @@ VERBS = (
     convert,
     compare,
     suggest,
+    tune,
+    build_native,
     train,
     translate,
     generate,
@@ -70,3 +74,5 @@ VERBS = (
 for verb in VERBS:
     verb.add(app)
 app.add_typer(bench.app, name="bench")
+for one in (app, bench.app):
+    flowing_help(one)

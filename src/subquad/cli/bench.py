@@ -30,7 +30,8 @@ def _run(module: str, out: Path | None, quick: bool, as_json: bool, **options: A
     from subquad.arena.machine import machine
 
     runner: Any = importlib.import_module(f"subquad.arena.{module}")
-    out = out or Path("benchmarks/results") / machine(threads=1)["slug"]
+    device = options.get("device", "cpu")
+    out = out or Path("benchmarks/results") / machine(threads=1, device=device)["slug"]
     echo = echo_to_stderr if as_json else typer.echo
     result = runner.run(out=out, quick=quick, json=as_json, echo=echo, **options)
     if as_json:
@@ -38,9 +39,21 @@ def _run(module: str, out: Path | None, quick: bool, as_json: bool, **options: A
 
 
 @app.command("speed", epilog="Example: [bold]subquad bench speed --quick --json[/bold]")
-def speed(out: _Out = None, quick: _Quick = False, as_json: Json = False) -> None:
-    """Time and memory of attention calls, interleaved, one thread."""
-    _run("speed", out, quick, as_json)
+def speed(
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure this part again and keep the others: floors, reach, mechanisms; "
+            "repeat for several."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu (one thread), or cuda.")] = "cpu",
+    out: _Out = None,
+    quick: _Quick = False,
+    as_json: Json = False,
+) -> None:
+    """Time and memory of attention calls beside SDPA and other libraries, interleaved."""
+    _run("speed", out, quick, as_json, only=only or (), device=device)
 
 
 @app.command("approximation", epilog="Example: [bold]subquad bench approximation --quick[/bold]")

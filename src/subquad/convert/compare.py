@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from subquad.convert import routing
-from subquad.convert.cost import LengthCost, alternate, peak, timed
+from subquad.convert.cost import LengthCost, peak
 from subquad.convert.inputs import (
     Call,
     at_length,
@@ -37,6 +37,7 @@ from subquad.convert.probe import (
 from subquad.convert.saving import remember
 from subquad.convert.swap import configs, converted_layers, need_transformers
 from subquad.errors import OptionError, UnknownNameError, nearest
+from subquad.kernels.timing import in_turn
 
 __all__ = [
     "AttentionPicture",
@@ -424,7 +425,7 @@ def _with_itself(
                     at_length(some, max(lengths), pair=encoder_decoder(model))
         say("time")
         call = Call(model, some)
-        before, after = alternate(_exactly(model, call), call, repeats, device)
+        before, after = in_turn([_exactly(model, call), call], device, rounds=repeats)
         costs: list[LengthCost] = []
         for length in lengths:
             say(f"time and memory of {length} tokens")
@@ -466,7 +467,7 @@ def _two(
             outputs.add(batch, Call(a, batch)(), Call(b, batch)())
             some = batch if some is None else some
         say("time")
-        before, after = alternate(Call(a, some), Call(b, some), repeats, _device(a))
+        before, after = in_turn([Call(a, some), Call(b, some)], _device(a), rounds=repeats)
     output = outputs.result()
     return Comparison(
         mechanism=None,
@@ -542,13 +543,12 @@ def _cost(
     if len(sides) == 2:
         for run, _ in sides.values():
             run()
-        seconds["exact"], seconds["converted"] = alternate(
-            sides["exact"][1], sides["converted"][1], repeats, device
-        )
+        both = [sides["exact"][1], sides["converted"][1]]
+        seconds["exact"], seconds["converted"] = in_turn(both, device, rounds=repeats)
     for side, (run, whole) in sides.items():
         if side not in seconds:
             run()
-            seconds[side] = statistics.median(timed(whole, device) for _ in range(repeats))
+            (seconds[side],) = in_turn([whole], device, rounds=repeats)
         mib[side] = peak(run, whole, device)
     return LengthCost(
         length,

@@ -1,4 +1,4 @@
-"""What a model's forward call costs at each length: time, interleaved, and peak memory."""
+"""What a model's forward call costs at each length: time and peak memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import gc
 import os
 import select
 import signal
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LengthCost", "alternate", "peak_memory"]
+__all__ = ["LengthCost", "peak_memory"]
 
 MIB = 2**20
 
@@ -51,33 +49,6 @@ class LengthCost:
         if self.seconds_exact is None or not self.seconds:
             return None
         return self.seconds_exact / self.seconds
-
-
-def alternate(
-    first: Callable[[], Any], second: Callable[[], Any], repeats: int, device: torch.device
-) -> tuple[float, float]:
-    """Median seconds of each, called in turn."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
-        for side, run in enumerate((first, second)):
-            times[side].append(timed(run, device))
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
-def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, the device's work included."""
-    _wait(device)
-    start = time.perf_counter()
-    run()
-    _wait(device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def peak(warm_up: Callable[[], Any], run: Callable[[], Any], device: torch.device) -> float | None:

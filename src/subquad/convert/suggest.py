@@ -16,9 +16,9 @@ from subquad.attention.base import Mechanism
 from subquad.attention.masks import Mask
 from subquad.convert import routing, swap
 from subquad.convert.calibrate import Attended, Layers, ladder, relative_flops
-from subquad.convert.cost import timed
 from subquad.convert.inputs import batches, evaluating
 from subquad.errors import OptionError, SubquadError
+from subquad.kernels.timing import Race, crossing, in_turn
 from subquad.options import Config, Spec
 from subquad.registry import resolve
 
@@ -262,13 +262,9 @@ class _Clock:
     ) -> tuple[float, list[float]]:
         """Median seconds of exact attention and of each mechanism, all in turn."""
         runs = [self.call(one, length) for one in (self.exact, *mechanisms)]
-        times: list[list[float]] = [[] for _ in runs]
         for run in runs[1:]:
             run()  # what a first call prepares
-        for _ in range(repeats):
-            for own, run in zip(times, runs, strict=True):
-                own.append(timed(run, self.q.device))
-        first, *rest = (statistics.median(own) for own in times)
+        first, *rest = in_turn(runs, self.q.device, rounds=repeats)
         return first, rest
 
 
@@ -313,7 +309,19 @@ def _rank(
         best, mechanism = found[0]
         crossover = None
         if _fits(best, limit):
-            crossover = _crossover(clock, mechanism, length, best.speedup, repeats)
+
+            def race(length: int) -> tuple[float, float]:
+                both, (own,) = clock.race([mechanism], length, repeats)
+                return both, own
+
+            found_at = crossing(
+                race,
+                Race(length, exact, best.seconds),
+                shortest=SHORTEST,
+                longest=LONGEST,
+                patience=PATIENCE,
+            )
+            crossover = found_at.length
     recommended, reason = _advice(best, limit, length, crossover)
     return Suggestion(
         candidates=tuple(candidate for candidate, _ in found),
@@ -340,35 +348,6 @@ def _order(one: Candidate, error: float) -> tuple[int, float]:
     if _fits(one, error):
         return 0, one.seconds
     return (1, one.error) if one.judged else (2, one.seconds)
-
-
-def _crossover(
-    clock: _Clock, mechanism: Mechanism, length: int, speedup: float, repeats: int
-) -> int | None:
-    """The length at which both are equally fast, or the shortest one tried; None if too long.
-
-    From `length` down by halves or up by doubles until the faster one changes, then between the
-    last two on a straight line of the logarithms. Where one exact call would take longer than
-    `PATIENCE`, exact time goes on with the square of the length and the mechanism's with it.
-    """
-    fast = speedup > 1.0
-    while True:
-        before = (length, speedup)
-        length = length // 2 if fast else 2 * length
-        if length < SHORTEST:
-            return before[0]
-        if length > LONGEST:
-            return None
-        exact, (own,) = clock.race([mechanism], length, repeats)
-        speedup = exact / own
-        if (speedup > 1.0) is not fast:
-            break
-        if not fast and 4.0 * exact > PATIENCE:
-            found = round(length / speedup)
-            return found if found <= LONGEST else None
-    (low, slow), (high, quick) = sorted([before, (length, speedup)])
-    share = -math.log(slow) / (math.log(quick) - math.log(slow))
-    return round(low * (high / low) ** share)
 
 
 def _advice(

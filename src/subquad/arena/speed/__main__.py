@@ -1,0 +1,5 @@
+"""The child process of `subquad.arena.speed.children`."""
+
+from subquad.arena.speed.children import main
+
+main()
