@@ -134,6 +134,7 @@ def test_the_laws_run_for_it_and_hold(project):
 
 
 OTHERS = """
+import dataclasses
 import io
 import json
 import os
@@ -161,8 +162,15 @@ from subquad.arena import scaling, speed
 
 sizes = speed.Sizes(heads=2, head_dim=16, features=32)
 (ours,) = [one for one in speed.contenders(sizes, peer=False)[0] if one.name == "sigmoid"]
-checks = [speed.check(ours, sizes, causal) for causal in (False, True)]
-wrong = speed.dataclasses.replace(ours, call=lambda *call: 1.001 * ours.call(*call))
+cases = [
+    speed.Case("sigmoid", mode, causal)
+    for mode, causal in (
+        ("forward", False), ("forward", True), ("training step", False), ("training step", True),
+        ("prefill", True), ("decode step", True),
+    )
+]
+checks = [speed.check(ours, sizes, case) for case in cases]
+wrong = dataclasses.replace(ours, call=lambda *call: 1.001 * ours.call(*call))
 times, left_out = speed.measure_times([ours], sizes, (64, 128), checks, rounds=1, least=1)
 found = {
     "list": cli("list"),
@@ -170,8 +178,11 @@ found = {
     "describe": cli("describe", "sigmoid(steepness=2)"),
     "against": ours.against,
     "checks": [one.to_dict() for one in checks],
-    "wrong": speed.check(wrong, sizes, False).to_dict(),
-    "timed": [[*key, min(seconds)] for key, seconds in times.items()],
+    "wrong": speed.check(wrong, sizes, cases[0]).to_dict(),
+    "timed": [
+        [case.name, case.mode, case.causal, case.length, min(seconds)]
+        for case, seconds in times.items()
+    ],
     "left_out": left_out,
     "scaling": scaling.candidates(),
 }
@@ -198,13 +209,14 @@ def test_docs_command_line_and_benchmarks_know_it(project):
     assert "steepness=2: β" in found["describe"] and "2006.16236" in found["describe"]
     assert NAME in found["scaling"]
     assert "its own float64 run; formula checked by the tests" in found["against"]
-    assert [(one["causal"], one["ok"]) for one in found["checks"]] == [(False, True), (True, True)]
+    assert len(found["checks"]) == 6 and all(one["ok"] for one in found["checks"])
     assert not found["wrong"]["ok"]
     assert not found["left_out"]
     assert {tuple(timed[:4]) for timed in found["timed"]} == {
-        (NAME, causal, training, length)
+        (NAME, mode, causal, length)
+        for mode in ("forward", "training step", "prefill", "decode step")
         for causal in (False, True)
-        for training in (False, True)
         for length in (64, 128)
+        if causal or mode in ("forward", "training step")
     }
     assert min(timed[4] for timed in found["timed"]) > 0

@@ -658,7 +658,7 @@ def test_wrong_calls_say_what_is_wrong():
 SEEING = (
     "kernel_nystrom", "nystrom", "sampled", "clustered", "key_clusters", "near_far", "routing",
     "sinkhorn", "local", "strided", "global", "bigbird", "performer(gauge=centre)",
-    "mixed(softmax, local)", "strided(reach=none)",
+    "mixed(softmax, local)", "strided(reach=none)", "auto",
 )  # fmt: skip
 LATER = [name for name in sq.mechanisms(cross=True) if name != "mixed"]
 

@@ -340,6 +340,17 @@ def test_the_performer_runs_on_it(monkeypatch):
     assert calls == [0, engine.KEEP]
 
 
+def test_tensors_without_numbers_are_torchs():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    q = torch.randn(3, 2, 9, 4)
+    mech = sq.build("performer", head_dim=4, num_heads=2)
+    with torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = mode.from_tensor(q)
+            assert mech(fake, fake, fake).shape == q.shape
+
+
 # ---- building --------------------------------------------------------------------------------
 
 

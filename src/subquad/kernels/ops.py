@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.kernels.dispatch import engine, plan
+from subquad.kernels.dispatch import engine, has_data, plan
 from subquad.kernels.linear import (
     ACTIVATIONS,
     FunctionMap,
@@ -214,7 +214,7 @@ def linear_attention(
     if not save and not torch.compiler.is_compiling():  # the operator's overhead for nothing
         r = _run(
             q, k, v, wq, bq, wk, bk, key_bias, key_mask, state, activation, quad, clip, absorb,
-            0, backend, borrow=True,
+            0, backend if has_data(q) else "torch", borrow=True,
         )  # fmt: skip
         return r.out, r.den, r.scale, r.state
     out, den, scale, s, z, c, mass, *_ = _linear_attention(

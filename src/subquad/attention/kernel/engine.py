@@ -24,7 +24,7 @@ from subquad.attention.masks import Mask
 from subquad.attention.outside import Side, outside
 from subquad.attention.partial import Partial, combine
 from subquad.errors import OptionError, ShapeError
-from subquad.kernels.dispatch import choose, forced
+from subquad.kernels.dispatch import choose, forced, has_data
 from subquad.kernels.linear import ACTIVATIONS, LN2
 from subquad.kernels.native.step import Step
 from subquad.kernels.ops import linear_attention, linear_attention_functions
@@ -301,6 +301,7 @@ def _stepped(
         or torch.is_autocast_enabled("cpu")
         or forced() not in (None, "native")
         or not prepared.step.takes(q, k, v)
+        or not has_data(q)
     ):
         return None
     sums = state.s, state.z, state.c, state.mass
