@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from subquad.kernels.linear import LinearMap, Problem
 from subquad.kernels.triton import backward_kernels, engine, forward_kernels
@@ -48,7 +49,7 @@ def compile_candidate(shape: tuple[str, int, int], index: int) -> None:
         kernel.configs = [kernel.configs[min(index, len(kernel.configs) - 1)]]
     try:
         call(*shape, 256)
-    except Exception as error:  # out of shared memory: the tuner leaves that candidate out
+    except (OutOfResources, PTXASError) as error:  # too large: the tuner leaves it out too
         print(f"{shape}, candidate {index}: {error}", file=sys.stderr)
 
 

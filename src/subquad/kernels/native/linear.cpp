@@ -379,7 +379,7 @@ class Row {
         int64_t t = std::min(call.chunk, j - from);
         queries(g, from, t);
         outer(g, from, t);
-        query_features_again(g, from, t);
+        query_features_at(g, from, t, c);
         product<false, false>(t, wide_m, wide_v, gr, lv, s_t, lm, bar, lm);
         for (int64_t r = 0; r < t; r++) {
           const float d = delta[r];
@@ -505,7 +505,7 @@ class Row {
   int64_t lwq, lwk;
   float *wq_copy, *wk_copy, *wq_t, *wk_t, *bq, *bk, *s, *z, *c, *level, *s_t, *s_bar, *s_bar_t, *z_bar, *after;
   float *x_copy, *xk_copy, *y_copy, *o_copy, *pq, *pk, *pks, *pk_t, *num, *den, *scale, *weight, *closed, *inner, *pair, *y_t;
-  float *gr, *delta, *bar, *key_bar, *y_bar, *x_bar, *states, *wq_bar, *wk_bar, *bq_bar, *bk_bar, *fading;
+  float *gr, *delta, *bar, *key_bar, *x_bar, *states, *wq_bar, *wk_bar, *bq_bar, *bk_bar, *fading;
   Rows x, xk, y;  // of the chunk: queries, keys, values
   float mass = 0;
   Room room;
@@ -538,7 +538,7 @@ class Row {
     r.take(wq_t, wide_m * ld), r.take(wk_t, wide_m * ld), r.take(s_t, wide_v * lm);
     r.take(s_bar, wide_m * lv), r.take(s_bar_t, wide_v * lm), r.take(z_bar, wide_m);
     r.take(after, wide_m), r.take(gr, T * lv), r.take(o_copy, T * lv), r.take(delta, T);
-    r.take(bar, T * lm), r.take(key_bar, T * lm), r.take(y_bar, T * lv), r.take(x_bar, T * ld);
+    r.take(bar, T * lm), r.take(key_bar, T * lm), r.take(x_bar, T * ld);
     if (call.absorb < call.keys)
       r.take(states, call.keep / call.causal_chunk * (M * lv + 2 * wide_m));
     r.take(wq_bar, D * lm), r.take(wk_bar, D * lm), r.take(bq_bar, wide_m), r.take(bk_bar, wide_m);
@@ -745,8 +745,6 @@ class Row {
         store(p + m, exp2(load(p + m) + (load(bq + m) + load(at + m)) - found[r]));
     }
   }
-
-  void query_features_again(int64_t g, int64_t i, int64_t t) { query_features_at(g, i, t, c); }
 
   // -- the state again
 
