@@ -130,7 +130,7 @@ def test_settings_of_a_case_are_checked(found):
 def test_a_wrong_step_shows_no_speed_of_decoding(found):
     right = dataclasses.replace(found["performer"], check_length=37)
     forgetful = dataclasses.replace(
-        right.decoding, step=lambda q, k, v, state: right.decoding.step(q, k, v, None)
+        right.decoding, step=lambda q, k, v, *_: right.decoding.step(q, k, v, None, False)
     )
     wrong = dataclasses.replace(right, name="forgetful", decoding=forgetful)
     results = [speed.check(wrong, SIZES, case) for case in kinds(wrong)]
@@ -165,7 +165,7 @@ def test_the_rival_of_decoding_reads_its_whole_cache(found):
     _, state = decoding.prefill(q[:, :, :100], k[:, :, :100], v[:, :, :100])
     for token in range(100, 160):
         row = slice(token, token + 1)
-        out, state = decoding.step(q[:, :, row], k[:, :, row], v[:, :, row], state)
+        out, state = decoding.step(q[:, :, row], k[:, :, row], v[:, :, row], state, True)
     exact = naive.softmax(q[:, :, 159:160], k[:, :, :160], v[:, :, :160], False)
     assert (out - exact).abs().max() < 1e-5  # a convex sum of 160 numbers ≤ 4: 4·√160·6e-8 ≈ 3e-6
     assert decoding.nbytes(state) == 2 * 160 * 2 * 16 * 4

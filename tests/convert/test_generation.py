@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import subquad as sq
 from subquad.convert import StateCache, cache, routing
 from subquad.convert.cache import CrossStateLayer, StateLayer
+from subquad.kernels.native import library
+from subquad.kernels.native.step import Step
 
 # Other folders may have a `models`, too: this one is loaded by its place.
 _spec = importlib.util.spec_from_file_location(
@@ -565,6 +567,23 @@ def test_copies_are_their_own(how: str, tmp_path: Path) -> None:
     assert config.architectures == ["LlamaForCausalLM"]
     sq.revert(twin)
     assert not any(m._forward_pre_hooks for m in twin.modules())
+
+
+@pytest.mark.skipif(library.compiler() is None, reason="steps are prepared by the C++ backend")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_tokens_are_written_by_prepared_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run = decoder(kind, "performer(features=16)"), Step.__call__
+    ran: list[Step] = []
+    monkeypatch.setattr(Step, "__call__", lambda step, *args: ran.append(step) or run(step, *args))
+    tokens = ids(12, rows=2)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    found, whole = both(
+        model, input_ids=tokens, attention_mask=mask, do_sample=False, min_new_tokens=9
+    )
+    assert torch.equal(found, whole)
+    # Of 9 tokens the first is the prompt's, and the second's step prepares, in every layer.
+    assert len(ran) == 7 * model.config.num_hidden_layers
 
 
 def test_the_model_holds_what_prepares_its_caches_not_the_other_way_round() -> None:

@@ -1,5 +1,6 @@
 """The C++ backend against the torch backend and naive sums, and the choice between them."""
 
+import functools
 import itertools
 import math
 import os
@@ -486,12 +487,18 @@ def tokens(heads=4, kv=2, length=29, dtype=torch.float32):
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """How often a prepared step ran."""
+    """What the prepared steps gave that ran."""
     from subquad.kernels.native.step import Step
 
     calls = []
-    run = Step.__call__
-    monkeypatch.setattr(Step, "__call__", lambda *args: calls.append(1) or run(*args))
+
+    def spy(run, *args):
+        calls.append(run(*args))
+        return calls[-1]
+
+    for name in ("__call__", "look"):
+        run = functools.partial(spy, getattr(Step, name))
+        monkeypatch.setattr(Step, name, functools.partialmethod(run))
     return calls
 
 
@@ -543,21 +550,125 @@ def test_a_prepared_step_takes_no_call_that_is_another(prepared):
     _, state = decode(mech, given)
     q, k, v = (t[:, :, :1] for t in given)
     ran = len(prepared)
-    mask = torch.zeros(2, 1, dtype=torch.bool)
     with torch.no_grad():
-        out, new = mech.step(q, k, v, state, key_mask=mask)
-        assert torch.equal(new.s, state.s)
+        out = mech.step(q, k, v, state)[0]
+        assert len(prepared) == ran + 1
+        ran += 1
         scaled = mech.step(q, k, v, state, scale=0.1)[0]
         assert not torch.equal(scaled, out)
         with pytest.raises(sq.errors.ShapeError):
             mech.step(q[:1], k[:1], v[:1], state)
         with pytest.raises(sq.errors.ShapeError):
             mech.step(q, k[..., :3], v, state)
-        reading, same = mech.step(q, None, None, state)
-        assert same is state and reading.shape == out.shape
+        with torch.autocast("cpu"):
+            mech.step(q, k, v, state)
+        mech.step(q, k, v, type(state)(*(t.double() for t in sums(state))))
     q.requires_grad_()
     mech.step(q, k, v, state)[0].sum().backward()
     assert q.grad is not None and len(prepared) == ran
+
+
+def sums(state):
+    return state.s, state.z, state.c, state.mass
+
+
+@pytest.mark.parametrize("name", ["performer(features=16)", "linear", "performer(features=19)"])
+@pytest.mark.parametrize("width", [16, 11])  # values: whole vectors and not
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_state_is_read_by_prepared_steps(prepared, name, width, count):
+    mech = sq.build(name, head_dim=16, value_dim=width, num_heads=4, num_kv_heads=2)
+    q, k, v = tokens()
+    v = v[..., :width]
+    with torch.no_grad():
+        _, state = mech.prefill(q, k, v)
+        kept = [t.clone() for t in sums(state)]
+        parts = [q[:, :, i : i + count] for i in range(0, 12, count)]
+        found = [mech.step(part, None, None, state) for part in parts]
+        assert len(prepared) == len(parts) - 1  # all but the first, which prepares
+        with sq.kernels.use("torch"):
+            wanted = [mech.step(part, None, None, state)[0] for part in parts]
+    assert all(same is state for _, same in found)
+    assert all(map(torch.equal, sums(state), kept))
+    agree({"out": torch.cat([out for out, _ in found], 2)}, {"out": torch.cat(wanted, 2)}, BOUND)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prepared_steps_leave_masked_keys_out(prepared, dtype):
+    mech = sq.build("performer(features=16)", head_dim=16, num_heads=4, num_kv_heads=2)
+    given = tokens(dtype=dtype)
+    mask = torch.rand(2, 29, generator=torch.Generator().manual_seed(5)) > 0.4
+
+    def masked():
+        parts, state = [], None
+        for i in range(29):
+            q, k, v = (t[:, :, i : i + 1] for t in given)
+            with torch.no_grad():
+                out, state = mech.prefill(q, k, v, state=state, key_mask=mask[:, i : i + 1])
+            parts.append(out)
+        return torch.cat(parts, 2).float()
+
+    found = masked()
+    assert len(prepared) == 27  # the first has no state, the second prepares
+    whole = mech(*given, causal=True, key_mask=mask).float()
+    # Outputs are rounded to their type: half a unit in the last place on either side.
+    bound = BOUND + torch.finfo(dtype).eps if dtype != torch.float32 else BOUND
+    agree({"out": found}, {"out": whole}, bound)
+
+
+@pytest.mark.parametrize("name", ["performer(features=16)", "linear"])
+def test_only_a_donated_state_is_written_over(prepared, name):
+    mech = sq.build(name, head_dim=16, num_heads=4, num_kv_heads=2)
+    given = tokens()
+    with torch.no_grad():
+        _, state = mech.prefill(*given)
+        q, k, v = (t[:, :, :1] for t in given)
+        _, state = mech.step(q, k, v, state)
+        kept = [t.clone() for t in sums(state)]
+        wanted = mech.step(q, k, v, state)
+        assert all(map(torch.equal, sums(state), kept))
+        found = mech.step(q, k, v, state, donate=True)
+    assert len(prepared) == 2
+    assert torch.equal(found[0], wanted[0])
+    assert all(map(torch.equal, sums(found[1]), sums(wanted[1])))
+    assert found[1].length == wanted[1].length == 31
+    assert found[1].s.data_ptr() == state.s.data_ptr() != wanted[1].s.data_ptr()
+
+
+def test_a_donated_state_of_a_graph_stays_for_its_gradients(prepared):
+    mech = sq.build("performer(features=16)", head_dim=16, num_heads=4, num_kv_heads=2)
+    q, k, v = tokens()
+    one = [t[:, :, :1] for t in (q, k, v)]
+    with torch.no_grad():
+        decode(mech, (q, k, v))
+    k.requires_grad_()
+    gradients = []
+    for steps in (0, 1):
+        out, state = mech.prefill(q, k, v)
+        if steps:
+            with torch.no_grad():
+                mech.step(*(t.detach() for t in one), state, donate=True)
+            assert prepared
+        loss = out.sum() + state.s.square().sum()
+        gradients.append(torch.autograd.grad(loss, k)[0])
+    assert torch.equal(*gradients)
+
+
+def test_a_donated_state_outlives_a_row_that_underflows(prepared):
+    # A level that no key of the state has: the new key is nothing beside it.
+    mech = sq.build("performer(features=16)", head_dim=16, num_heads=2)
+    q, k, v = (t[:, :2] for t in tokens(2, 2, 7))
+    with torch.no_grad():
+        _, state = mech.prefill(q, k, v)
+        state.c[1, 1] += 200.0
+        state.s[1, 1] = state.z[1, 1] = 0.0
+        one = [t[:, :, :1] for t in (q, k, v)]
+        with sq.kernels.use("torch"):
+            wanted, last = mech.step(*one, state)
+        mech.step(*one, state)
+        found, new = mech.step(*one, state, donate=True)
+    assert [out for out, _ in prepared] == [None]
+    agree({"out": found}, {"out": wanted}, BOUND)
+    agree(dict(enumerate(sums(new))), dict(enumerate(sums(last))), BOUND)
 
 
 def test_a_mechanism_that_decodes_can_be_copied_and_saved():

@@ -10,6 +10,7 @@ import torch
 import subquad as sq
 from subquad import registry
 from subquad.errors import UnsupportedError
+from subquad.kernels.native import library
 from variants import VARIANTS
 
 pytest.importorskip("transformers")
@@ -197,6 +198,39 @@ def test_beams_of_one_source_share_its_memory(mechanism):
         # The pattern is acf acf. A location-aware one notes where each beam has looked.
         shared = rows is within and mechanism != "location"
         assert same == [False, shared, False, shared]
+
+
+@pytest.mark.skipif(library.compiler() is None, reason="only its steps write states over")
+@pytest.mark.parametrize("kept", ["state", "copy"])
+def test_a_state_that_was_taken_out_of_a_cache_stays_as_it_is(kept):
+    config = sq.models.CausalTransformerConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        num_heads=2,
+        num_layers=2,
+        mechanism="performer(features=16)",
+    )
+    model, cache = sq.models.CausalTransformer(config).eval(), sq.models.StackCache()
+
+    def read(*tokens):
+        with torch.no_grad():
+            model(torch.tensor([tokens]), past_key_values=cache)
+
+    def address():
+        return cache.place.state.attentions[0].s.data_ptr()
+
+    read(5, 6, 7)
+    read(8)
+    first = address()
+    read(9)
+    assert address() == first, "a state that only the cache has is written over"
+    taken = cache.state if kept == "state" else cache.to("cpu").state
+    before = {name: tensor.clone() for name, tensor in taken.tensors().items()}
+    for token in (5, 6):
+        read(token)
+    for name, tensor in taken.tensors().items():
+        assert torch.equal(tensor, before[name]), name
+    assert not torch.equal(cache.state.attentions[0].s, taken.attentions[0].s)
 
 
 def test_tokens_cannot_be_taken_back():

@@ -566,11 +566,13 @@ class Mechanism(nn.Module, ABC):
         state: State | None = None,
         key_mask: KeyMask | None = None,
         scale: float | None = None,
+        donate: bool = False,
     ) -> tuple[Output, State]:
         """Causal attention that continues `state` and returns the new state.
 
         Equals one causal call over everything the state has seen followed by these tokens.
-        `key_mask` is (..., S) for the S new keys.
+        `key_mask` is (..., S) for the S new keys. With `donate` the given state will not be used
+        again, so that a mechanism may write the new one into its memory; else it stays as it is.
         """
         self._need("prefill", self.capabilities.state)
         joined = Mask.of(causal=True, key_mask=key_mask)
@@ -595,17 +597,19 @@ class Mechanism(nn.Module, ABC):
         *,
         key_mask: KeyMask | None = None,
         scale: float | None = None,
+        donate: bool = False,
     ) -> tuple[Output, State]:
         """T ≥ 1 new tokens, q (..., H, T, D); ``k=v=None`` reads the state without writing.
 
         The form without keys is cross-attention: fill the state once with the encoder's
         keys (`prefill` or a causal call's keys), then step the decoder's queries. Go on with
-        the returned state: some mechanisms note in it where a query has looked.
+        the returned state: some mechanisms note in it where a query has looked. `donate`: see
+        `prefill`.
         """
         if (k is None) != (v is None):
             raise ShapeError("k and v must both be given, or both be None (cross-attention)")
         if k is not None and v is not None:
-            return self.prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
+            return self.prefill(q, k, v, state=state, key_mask=key_mask, scale=scale, donate=donate)
         self._need("step", self.capabilities.state)
         self._need("step without new keys", self.capabilities.read)
         if state is None:

@@ -229,6 +229,7 @@ class _Call:
     memory_shift: Tensor | None = None
     streaming: bool = False
     states: Sequence[State] | None = None  # of the tokens before
+    donate: bool = False  # whether these may be written over
     new_states: dict[int, State] = field(default_factory=dict)
     queries: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     keys: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -305,7 +306,7 @@ class SelfAttentionBlock(_Residual):
                 mixed: Tensor = attn.mechanism(x, mask=call.mask)
                 return mixed
             mixed, call.new_states[self.place] = attn.mechanism.prefill(
-                x, state=self._state(call), key_mask=call.mask.key
+                x, state=self._state(call), key_mask=call.mask.key, donate=call.donate
             )
             return mixed
         query = _shifted(x, call.shift)
@@ -315,8 +316,9 @@ class SelfAttentionBlock(_Residual):
         q, k = self._summed(q, call.queries), self._summed(k, call.keys)
         if call.streaming:
             out, call.new_states[self.place] = attn.mechanism.prefill(
-                q, k, v, state=self._state(call), key_mask=call.mask.key, scale=attn.scale
-            )
+                q, k, v, state=self._state(call), key_mask=call.mask.key, scale=attn.scale,
+                donate=call.donate,
+            )  # fmt: skip
         else:
             out = attn.mechanism(q, k, v, mask=call.mask, scale=attn.scale)
         return attn._out(out, x.dtype)
@@ -815,6 +817,7 @@ class TransformerEncoder(_Stack):
         state: StackState | None = None,
         key_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        donate: bool = False,
     ) -> tuple[Tensor, StackState]:
         """A causal call that continues `state`, and the new state.
 
@@ -824,11 +827,13 @@ class TransformerEncoder(_Stack):
             key_mask: (B, T) bool, True = attend.
             position_ids: (T,) or (B, T); default: counted on from the tokens before, in each
                 row from the largest one given for a token that is kept.
+            donate: `state` will not be used again and may be written over.
 
         Raises:
             UnsupportedError: if a mechanism has no state.
         """
         x, call = self._start(x, Mask.of(causal=True, key_mask=key_mask), position_ids, state)
+        call.donate = donate
         return self._stream(x, call, state)
 
     def step(
@@ -838,9 +843,12 @@ class TransformerEncoder(_Stack):
         *,
         key_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        donate: bool = False,
     ) -> tuple[Tensor, StackState]:
         """`prefill` that needs a state."""
-        return self.prefill(x, state=state, key_mask=key_mask, position_ids=position_ids)
+        return self.prefill(
+            x, state=state, key_mask=key_mask, position_ids=position_ids, donate=donate
+        )
 
 
 class TransformerDecoder(_Stack):
@@ -1046,6 +1054,7 @@ class TransformerDecoder(_Stack):
         position_ids: Tensor | None = None,
         memory_position_ids: Tensor | None = None,
         record: list[Tensor] | None = None,
+        donate: bool = False,
     ) -> tuple[Tensor, StackState]:
         """A causal call that continues `state`, and the new state.
 
@@ -1058,6 +1067,7 @@ class TransformerDecoder(_Stack):
             position_ids: as in `TransformerEncoder.prefill`.
             record: as in `forward`. Steps can record if the first call did: states of constant
                 size then keep the memory's keys beside them.
+            donate: `state` will not be used again and may be written over.
 
         Raises:
             OptionError: if memory and state are both given, or none of them; if a state has
@@ -1070,7 +1080,7 @@ class TransformerDecoder(_Stack):
         if memory is None and not (memory_key_mask is None and memory_position_ids is None):
             raise OptionError("masks and positions of the memory are given without a memory")
         x, call = self._start(x, Mask.of(causal=True, key_mask=key_mask), position_ids, state)
-        call.recording = _records(record)
+        call.recording, call.donate = _records(record), donate
         if memory is not None:
             other = Mask.of(key_mask=memory_key_mask)
             self._remember(call, memory, other, memory_position_ids, len(x))
@@ -1086,11 +1096,13 @@ class TransformerDecoder(_Stack):
         key_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         record: list[Tensor] | None = None,
+        donate: bool = False,
     ) -> tuple[Tensor, StackState]:
         """`prefill` that needs a state."""
         return self.prefill(
-            x, state=state, key_mask=key_mask, position_ids=position_ids, record=record
-        )
+            x, state=state, key_mask=key_mask, position_ids=position_ids, record=record,
+            donate=donate,
+        )  # fmt: skip
 
     def _remember(
         self, call: _Call, memory: Memory, mask: Mask, ids: Tensor | None, rows: int

@@ -152,9 +152,11 @@ class _Call(NamedTuple):
     def length(self) -> int:
         return self.k.shape[2]
 
-    def run(self, mechanism: Mechanism, state: State | None) -> tuple[Tensor, State]:
+    def run(
+        self, mechanism: Mechanism, state: State | None, donate: bool = False
+    ) -> tuple[Tensor, State]:
         return mechanism.prefill(
-            self.q, self.k, self.v, state=state, key_mask=self.key, scale=self.scale
+            self.q, self.k, self.v, state=state, key_mask=self.key, scale=self.scale, donate=donate
         )
 
     def part(self, start: int, stop: int | None = None) -> _Call:
@@ -297,7 +299,8 @@ class StateLayer(CacheLayerMixin):
             self.state, self.past = self.past.base, _Past(self.past.base)
         if not self.record_past:
             self.past = None
-            out, self.state = call.run(mechanism, self.state)
+            # Only the layer has this state; whoever wants to come back to it copies the cache.
+            out, self.state = call.run(mechanism, self.state, donate=True)
             return out
         outs = []
         if call.length > ROLLBACK:  # a long prompt is not kept for the sake of its end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class _Place(CacheLayerMixin):
     # The base class would make empty keys and values.
     def __init__(self) -> None:
         self.state: StackState | None = None
+        self.alone = False  # whether nobody else can have the state
         self.sources: Tensor | None = None
         self.memories: frozenset[int] = frozenset()
         self.keys = self.values = None
@@ -125,12 +126,29 @@ class StackCache(Cache):
 
     @property
     def state(self) -> StackState | None:
-        """Of the stack."""
+        """Of the stack; it stays as it is when the cache moves on."""
+        self.place.alone = False
         return self.place.state
 
     @state.setter
     def state(self, state: StackState | None) -> None:
-        self.place.state = state
+        self.place.state, self.place.alone = state, False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no state yet."""
+        return self.place.state is None
+
+    def move(self, call: Callable[[StackState | None, bool], tuple[Tensor, StackState]]) -> Tensor:
+        """Output of a call that moves the state on.
+
+        Args:
+            call: (state, donate) → (output, new state); with `donate` the given state may be
+                written over: nobody but the cache has seen it.
+        """
+        out, self.place.state = call(self.place.state, self.place.alone)
+        self.place.alone = True
+        return out
 
     def know_sources(self, encoded: Sequence[Tensor | None], memories: Iterable[int]) -> None:
         """Notes which rows have the same source, whose state then need not move with beams.
@@ -147,7 +165,7 @@ class StackCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        return 0 if self.state is None else self.state.nbytes
+        return 0 if self.place.state is None else self.place.state.nbytes
 
     @property
     def is_compileable(self) -> bool:
@@ -161,7 +179,8 @@ class StackCache(Cache):
 
     def to(self, device: torch.device | str) -> StackCache:
         """A copy on `device`."""
-        new = StackCache(None if self.state is None else self.state.to(device))
+        state = self.state  # shared with the copy where nothing has to move
+        new = StackCache(None if state is None else state.to(device))
         if self.place.sources is not None:
             new.place.sources = self.place.sources.to(device)
             new.place.memories = self.place.memories

@@ -94,8 +94,9 @@ class CausalTransformer(StreamingModel, GenerationMixin):
         padded = padding("attention_mask", attention_mask, x, self.decoder, cache)
         if cache is None:
             return self.decoder(x, causal=True, **padded)
-        out, cache.state = self.decoder.prefill(x, state=cache.state, **padded)
-        return out
+        return cache.move(
+            lambda state, donate: self.decoder.prefill(x, state=state, donate=donate, **padded)
+        )
 
     @returns_tuples
     def forward(

@@ -332,14 +332,15 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
             **padding("decoder_attention_mask", mask, x, self.decoder, cache),
             "record": record,
         }
-        if cache is not None and cache.state is not None:
-            out, cache.state = self.decoder.step(x, cache.state, **options)
-            return out
+        if cache is not None and not cache.is_empty:
+            return cache.move(
+                lambda state, donate: self.decoder.prefill(x, state=state, donate=donate, **options)
+            )
         options["memory_key_mask"] = encoded.mask
         options["memory_position_ids"] = self._memory_positions(encoded)
         if cache is None:
             return self.decoder(x, memory, causal=causal, **options)
-        out, cache.state = self.decoder.prefill(x, memory, **options)
+        out = cache.move(lambda *_: self.decoder.prefill(x, memory, **options))
         cache.know_sources(
             (encoded.last_hidden_state, encoded.memories, encoded.mask), self._constant()
         )

@@ -136,7 +136,7 @@ def _steps(contender: Contender, inputs: list[Tensor], case: Case) -> Parts:
         outs = [out]
         for token in range(start, case.length):
             q, k, v = (t[:, :, token : token + 1] for t in inputs[:3])
-            out, state = decoding.step(q, k, v, state)
+            out, state = decoding.step(q, k, v, state, True)
             outs.append(out)
     # apart: four rows among hundreds would hide in one norm
     return {"forward": [outs[0], torch.cat(outs[1:], 2)]}

@@ -31,12 +31,13 @@ class Decoding:
 
     Args:
         prefill: (q, k, v) → (output, state), causal.
-        step: (q, k, v, state) → (output, state), one token or more.
+        step: (q, k, v, state, donate) → (output, state), one token or more; with `donate` the
+            state may be written over.
         nbytes: bytes that a step has to read of a state.
     """
 
     prefill: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Any]]
-    step: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
+    step: Callable[[Tensor, Tensor, Tensor, Any, bool], tuple[Tensor, Any]]
     nbytes: Callable[[Any], int]
 
 
@@ -152,8 +153,10 @@ class _Cache:
         self.keys[:, :, :length], self.values[:, :, :length] = k, v
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True), length
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, int]:
-        """One token."""
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, length: int, donate: bool
+    ) -> tuple[Tensor, int]:
+        """One token, written in place in any case."""
         new = length + 1
         self.keys[:, :, length:new], self.values[:, :, length:new] = k, v
         keys, values = self.keys[:, :, :new], self.values[:, :, :new]
@@ -235,6 +238,9 @@ def _registered(name: str, sizes: Sizes, max_length: int) -> Contender:
     def call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return mechanism(q, k, v, causal=causal)
 
+    def step(q: Tensor, k: Tensor, v: Tensor, state: Any, donate: bool) -> tuple[Tensor, Any]:
+        return mechanism.step(q, k, v, state, donate=donate)
+
     return Contender(
         name,
         call,
@@ -245,7 +251,7 @@ def _registered(name: str, sizes: Sizes, max_length: int) -> Contender:
         check_length=check_length,
         decoding=have.state.reason
         if isinstance(have.state, Absent)
-        else Decoding(mechanism.prefill, mechanism.step, lambda state: state.nbytes),
+        else Decoding(mechanism.prefill, step, lambda state: state.nbytes),
     )
 
 

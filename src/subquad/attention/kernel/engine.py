@@ -14,7 +14,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from subquad.attention.partial import Partial, combine
 from subquad.errors import OptionError, ShapeError
 from subquad.kernels.dispatch import choose, forced, has_data
 from subquad.kernels.linear import ACTIVATIONS, LN2
-from subquad.kernels.native.step import Step
+from subquad.kernels.native.engine import DTYPES
+from subquad.kernels.native.step import Step, Sums
 from subquad.kernels.ops import linear_attention, linear_attention_functions
 
 __all__ = [
@@ -268,20 +269,49 @@ def _absolute(out: Tensor, den: Tensor, log_scale: Tensor, query_log: Tensor | N
     return Partial(out * den[..., None], den, log_scale)
 
 
+Held = list[tuple[Tensor, int]]
+"""A mechanism's parameters and buffers with the versions that they had."""
+
+
 @dataclass(eq=False)
 class _Prepared:
-    """A step that was prepared for a mechanism, as long as its tensors are what they were."""
+    """A step that was prepared for a mechanism, as long as its tensors are what they were.
+
+    Args:
+        step: what runs.
+        scale: that of the calls.
+        held: what it was prepared from.
+        last: the state that the step made last, which needs no check.
+    """
 
     step: Step
     scale: float | None
-    held: tuple[tuple[Tensor, int], ...]
+    held: Held
+    last: ref[State] | None = None
+
+    def fits(self, mechanism: KernelMechanism, q: Tensor, scale: float | None) -> bool:
+        """Whether a call with these queries may be one of its steps."""
+        return (
+            self.scale == scale
+            and self.step.takes_queries(q)
+            and _may_be_prepared(mechanism)
+            and has_data(q)
+            and _unchanged(mechanism, self.held)
+        )
+
+    def sums(self, state: LinearState) -> Sums | None:
+        """The state's tensors, or None if its step could not read them."""
+        sums = state.s, state.z, state.c, state.mass
+        known = self.last is not None and self.last() is state
+        return sums if known or self.step.takes_sums(sums) else None
 
 
 class _Threads(threading.local):
     """Prepared steps of the mechanisms that a thread decodes with."""
 
     def __init__(self) -> None:
-        self.held: WeakKeyDictionary[Mechanism, _Prepared] = WeakKeyDictionary()
+        self.steps: WeakKeyDictionary[Mechanism, _Prepared] = WeakKeyDictionary()
+        self.looks: WeakKeyDictionary[Mechanism, _Prepared] = WeakKeyDictionary()
 
 
 _threads = _Threads()
@@ -289,60 +319,40 @@ STEP = 8
 """Most tokens of a step that is worth preparing."""
 
 
-def _stepped(
-    mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, state: LinearState, scale: float | None
-) -> tuple[Tensor, State] | None:
-    """A step by what was prepared, or None where that does not fit."""
-    prepared = _threads.held.get(mechanism)
-    if (
-        prepared is None
-        or prepared.scale != scale
+def _may_be_prepared(mechanism: KernelMechanism) -> bool:
+    return not (
+        not mechanism._fixed()
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or forced() not in (None, "native")
-        or not prepared.step.takes(q, k, v)
-        or not has_data(q)
-    ):
-        return None
-    sums = state.s, state.z, state.c, state.mass
-    if (
-        state.s.shape != prepared.step.shapes[0]
-        or any(t.dtype != torch.float32 or not t.is_contiguous() for t in sums)
-        or any(t._version != version for t, version in prepared.held)
-        or any(a is not b for a, (b, _) in zip(_tensors_of(mechanism), prepared.held, strict=True))
-    ):
-        return None
-    found = prepared.step(q, k, v, sums)
-    if found is None:
-        return None
-    out, (s, z, c, mass) = found
-    return out, LinearState(s, z, c, mass, state.length + k.shape[2])
+    )
 
 
-def _tensors_of(mechanism: Mechanism) -> list[Tensor]:
-    return [
-        t for t in (*mechanism._parameters.values(), *mechanism._buffers.values()) if t is not None
-    ]
+def _unchanged(mechanism: Mechanism, held: Held) -> bool:
+    at = 0
+    for tensors in (mechanism._parameters, mechanism._buffers):
+        for t in tensors.values():
+            if t is not None:
+                if at == len(held) or t is not held[at][0] or t._version != held[at][1]:
+                    return False
+                at += 1
+    return at == len(held)
 
 
-def _prepare(
+def _prepared(
     mechanism: KernelMechanism, q: Tensor, k: Tensor, v: Tensor, scale: float | None
-) -> None:
-    """Prepares steps like this one, where that is possible."""
-    _threads.held.pop(mechanism, None)
+) -> _Prepared | None:
+    """Steps like this one, prepared where that is possible."""
     if (
         q.dim() != 4
-        or q.shape[2] > STEP
-        or q.shape[2] != k.shape[2]
-        or any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (q, k, v))
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or not mechanism._fixed()
+        or any(t.dtype not in DTYPES or t.device.type != "cpu" for t in (q, k, v))
+        or not _may_be_prepared(mechanism)
     ):
-        return
-    held = _tensors_of(mechanism)
+        return None
+    tensors = (*mechanism._parameters.values(), *mechanism._buffers.values())
+    held = [t for t in tensors if t is not None]
     if any(t.is_inference() for t in held):  # their changes are not counted
-        return
+        return None
     maps = mechanism._features(q, None, None, mechanism._scale(scale))
     assert isinstance(maps, LinearFeatures), "fixed maps are linear"
     weighted = maps.quad != 0.0
@@ -350,19 +360,66 @@ def _prepare(
         "cpu", q.dtype, v.dtype, maps.activation, maps.wk.shape[-1], maps.clip, weighted
     )
     if choice.backend != "native" or maps.bq is not None or maps.bk is not None:
-        return
+        return None
     step = Step(q, k, v, maps.wq, maps.wk, maps.activation, maps.quad)
-    _threads.held[mechanism] = _Prepared(step, scale, tuple((t, t._version) for t in held))
+    return _Prepared(step, scale, [(t, t._version) for t in held])
+
+
+def _remember(
+    known: WeakKeyDictionary[Mechanism, _Prepared], mechanism: Mechanism, found: _Prepared | None
+) -> None:
+    if found is not None:
+        known[mechanism] = found
+    else:
+        known.pop(mechanism, None)
 
 
 class KernelMechanism(Mechanism):
-    """Base of mechanisms that only choose feature maps."""
+    """Base of mechanisms that only choose feature maps.
+
+    On a CPU, steps of decoding that are like the one before are prepared once: `prefill` of a
+    few tokens into a state, and `step`.
+    """
 
     state_type = LinearState
 
     def _fixed(self) -> bool:
         """Whether the maps of a call depend on its scale alone, and on no input."""
         return False
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        state: State | None = None,
+        key_mask: Tensor | None = None,
+        scale: float | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, State]:
+        """As `Mechanism.prefill`; a donated state is written over by steps of one token."""
+        short = 0 < q.shape[-2] == k.shape[-2] <= STEP and isinstance(state, LinearState)
+        if not short or torch.compiler.is_compiling():
+            return super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
+        assert isinstance(state, LinearState)
+        prepared = _threads.steps.get(self)
+        if (
+            prepared is not None
+            and prepared.fits(self, q, scale)
+            and prepared.step.takes_keys(k, v, key_mask)
+            and (sums := prepared.sums(state)) is not None
+        ):
+            # What is part of a graph is needed as it is when gradients go back through it.
+            donate = donate and prepared.step.in_place and not sums[0].requires_grad
+            out, (s, z, c, mass) = prepared.step(q, k, v, key_mask, sums, donate)
+            if out is not None or donate:
+                new = LinearState(s, z, c, mass, state.length + k.shape[2])
+                prepared.last = ref(new)
+                return (super().step(q, None, None, new)[0] if out is None else out), new
+        found = super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
+        _remember(_threads.steps, self, _prepared(self, q, k, v, scale))
+        return found
 
     def step(
         self,
@@ -373,18 +430,25 @@ class KernelMechanism(Mechanism):
         *,
         key_mask: Tensor | None = None,
         scale: float | None = None,
+        donate: bool = False,
     ) -> tuple[Tensor, State]:
-        """As `Mechanism.step`; steps like the one before are prepared once on a CPU."""
-        if torch.compiler.is_compiling() or k is None or v is None or key_mask is not None:
-            return super().step(q, k, v, state, key_mask=key_mask, scale=scale)
-        if isinstance(state, LinearState):
-            found = _stepped(self, q, k, v, state, scale)
-            if found is not None:
-                return found
-        out, new = super().step(q, k, v, state, scale=scale)
-        if state is not None:
-            _prepare(self, q, k, v, scale)
-        return out, new
+        """As `Mechanism.step`; a donated state is written over by steps of one token."""
+        reads = k is None and v is None and key_mask is None and isinstance(state, LinearState)
+        if not reads or q.shape[-2] > STEP or torch.compiler.is_compiling():
+            return super().step(q, k, v, state, key_mask=key_mask, scale=scale, donate=donate)
+        assert isinstance(state, LinearState)
+        prepared = _threads.looks.get(self)
+        if (
+            prepared is not None
+            and prepared.fits(self, q, scale)
+            and (sums := prepared.sums(state)) is not None
+        ):
+            prepared.last = ref(state)
+            return prepared.step.look(q, sums), state
+        found = super().step(q, None, None, state, scale=scale)
+        if q.dim() == 4 and q.shape[2]:
+            _remember(_threads.looks, self, _prepared(self, q, *self._no_keys(q, state), scale))
+        return found
 
     @abstractmethod
     def _features(
@@ -513,7 +577,9 @@ class KernelMechanism(Mechanism):
     def _read(self, q: Tensor, state: LinearState, scale: float) -> Tensor:
         maps = self._features(q, None, None, scale)
         self._check_sums(state, maps)
-        kv = state.s.shape[1]
-        k = q.new_empty(q.shape[0], kv, 0, q.shape[-1])
-        v = q.new_empty(q.shape[0], kv, 0, state.s.shape[-1])
-        return _call(maps, q, k, v, 0, None, _flat(state, None))[0]
+        return _call(maps, q, *self._no_keys(q, state), 0, None, _flat(state, None))[0]
+
+    @staticmethod
+    def _no_keys(q: Tensor, state: LinearState) -> tuple[Tensor, Tensor]:
+        rows, kv, _, value = state.s.shape
+        return q.new_empty(rows, kv, 0, q.shape[-1]), q.new_empty(rows, kv, 0, value)

@@ -496,6 +496,8 @@ class Performer(KernelMechanism):
         return self._gauged(q, k, omega, gauge, root)
 
     def _fixed(self) -> bool:
+        if self.training and self.config.redraw is not None:
+            return False
         plain = self.config.estimator in ("positive", "hyperbolic", "relu")
         return plain and not self.config.uses_moments
 

@@ -164,10 +164,12 @@ class Mixer(Mechanism):
         state: State | None = None,
         key_mask: KeyMask | None = None,
         scale: float | None = None,
+        donate: bool = False,
     ) -> tuple[Tensor, State]:
         """Causal mixing that continues `state`, and the new state; arguments as in `forward`.
 
-        Equals one causal call over all tokens that the state has seen followed by x.
+        Equals one causal call over all tokens that the state has seen followed by x. `donate` is
+        the interface's: mixers write no state over.
         """
         self._tokens_alone(k, v, scale)
         self._need("prefill", self.capabilities.state)
@@ -195,6 +197,7 @@ class Mixer(Mechanism):
         *,
         key_mask: KeyMask | None = None,
         scale: float | None = None,
+        donate: bool = False,
     ) -> tuple[Tensor, State]:
         """T ≥ 1 new tokens x (..., T, C) after those of `state`: ``mixer.step(x, state=state)``."""
         return self.prefill(x, k, v, state=state, key_mask=key_mask, scale=scale)

@@ -210,6 +210,15 @@ class Row {
 
   void begin() { begin(call.s_in, call.z_in, call.c_in, call.mass_in); }
 
+  // What `begin` does, without S.
+  void begin_sums() {
+    for (int64_t m = 0; m < wide_m; m++)
+      c[m] = !exponential() ? 0.0f : m >= M ? NOWHERE : call.c_in ? call.c_in[n * M + m] : EMPTY;
+    clear(z, wide_m);
+    if (call.z_in) std::memcpy(z, call.z_in + n * M, M * sizeof(float));
+    mass = call.mass_in ? call.mass_in[n] : 0.0f;
+  }
+
   void empty() {
     for (int64_t m = 0; m < wide_m; m++) clear(s + m * lv, lv);
     clear(z, wide_m);
@@ -319,45 +328,63 @@ class Row {
     return true;
   }
 
-  // One token, the step of decoding, in one pass over the state; false where it underflows.
+  // A query's features p read a state `from` (M x V) once; a key `enters` it on the way, into `to`.
+  // V is a multiple of W.
+  template <bool enters>
+  void sweep(const float* from, float* to, const float* p, float* out) {
+    int64_t j = 0;
+    for (; j + 4 * W <= V; j += 4 * W) columns<4, enters>(j, from, to, p, out);
+    for (; j < V; j += W) columns<1, enters>(j, from, to, p, out);
+  }
+
+  template <int N, bool enters>
+  void columns(int64_t j, const float* from, float* to, const float* p, float* out) {
+    Vec total[2][N] = {}, value[N] = {};
+    if (enters)
+      for (int i = 0; i < N; i++) value[i] = load(y.data + j + i * W);
+    const auto row = [&](int64_t m, Vec* sums) {
+      const Vec weight = all(p[m]), key = enters ? all(pk[m]) : Vec{}, decay = enters ? all(fading[m]) : Vec{};
+      for (int i = 0; i < N; i++) {
+        const int64_t at = m * V + j + i * W;
+        Vec x = load(from + at);
+        if (enters) {
+          x = x * decay + value[i] * key;
+          store(to + at, x);
+        }
+        sums[i] += x * weight;
+      }
+    };
+    for (int64_t m = 0; m + 1 < M; m += 2) row(m, total[0]), row(m + 1, total[1]);
+    if (M % 2) row(M - 1, total[0]);
+    for (int i = 0; i < N; i++) store(out + j + i * W, total[0][i] + total[1][i]);
+  }
+
+  // One token, the step of decoding, in one pass over the state, which may be written where it was
+  // read; false where the token's answer underflows: the state is right nevertheless.
   bool one() {
-    for (int64_t m = 0; m < wide_m; m++)
-      c[m] = !exponential() ? 0.0f : m >= M ? NOWHERE : call.c_in ? call.c_in[n * M + m] : EMPTY;
-    mass = call.mass_in ? call.mass_in[n] : 0.0f;
+    begin_sums();
     const bool empty = level_is_empty();
+    bool fine = true;
     keys(0, 1);
     key_features(1);
-    clear(z, wide_m);
-    if (call.z_in) std::memcpy(z, call.z_in + n * M, M * sizeof(float));
-    float* decay = fading;
     for (int64_t m = 0; m < wide_m; m += W) {
       const Vec d = exponential() ? exp2(load(c + m) - load(level + m)) : all(1.0f);
-      store(decay + m, d);
+      store(fading + m, d);
       store(z + m, load(z + m) * d + load(pk + m));
     }
     swap_level();
     float* to = call.s + n * M * V;
-    const float* from = call.s_in ? call.s_in + n * M * V : nullptr;
+    const float* from = call.s_in ? call.s_in + n * M * V : to;
+    if (!call.s_in) clear(to, M * V);
     for (int64_t g = 0; g < call.groups; g++) {
       queries(g, 0, 1);
       query_features(1, c);
       den[0] = dot(pq, z, wide_m);
-      if (exponential() && den[0] < TINY && (!empty || closed[0] == 0)) return false;
-      for (int64_t j = 0; j < V; j += W) {
-        Vec even{}, odd{};
-        if (g == 0) {
-          const Vec value = load(y.data + j);
-          for (int64_t m = 0; m < M; m++) {
-            Vec row = value * pk[m];
-            if (from) row += load(from + m * V + j) * decay[m];
-            store(to + m * V + j, row);
-            (m & 1 ? odd : even) += row * pq[m];
-          }
-        } else {
-          for (int64_t m = 0; m < M; m++) (m & 1 ? odd : even) += load(to + m * V + j) * pq[m];
-        }
-        store(num + j, even + odd);
-      }
+      if (exponential() && den[0] < TINY && (!empty || closed[0] == 0)) fine = false;
+      if (g == 0)
+        sweep<true>(from, to, pq, num);
+      else
+        sweep<false>(to, nullptr, pq, num);
       answer(g, 0, 1);
     }
     std::memcpy(call.z + n * M, z, M * sizeof(float));
@@ -366,7 +393,23 @@ class Row {
     else
       call.c[n] = 0;
     call.mass[n] = mass;
-    return true;
+    return fine;
+  }
+
+  // Few queries of a state without new keys, which is read where it lies.
+  void look() {
+    begin_sums();
+    const float* from = call.s_in + n * M * V;
+    for (int64_t g = 0; g < call.groups; g++) {
+      queries(g, 0, call.queries);
+      query_features(call.queries, c);
+      for (int64_t r = 0; r < call.queries; r++) {
+        const float* p = pq + r * lm;
+        den[r] = dot(p, z, wide_m);
+        sweep<false>(from, nullptr, p, num + r * lv);
+      }
+      answer(g, 0, call.queries);
+    }
   }
 
   // -- backward
@@ -1020,9 +1063,19 @@ API int subquad_forward(const Call* given) {
   const Call& call = *given;
   const int64_t rows = call.batch * call.kv;
   std::atomic<int> bad{0};
-  if (call.keys == 1 && call.queries == 1 && !call.absorb && !call.keep && call.value % W == 0) {
+  const bool whole_vectors = call.value % W == 0;
+  if (call.keys == 1 && call.queries == 1 && !call.absorb && !call.keep && whole_vectors) {
     divide(rows, call.threads, [&](int64_t n) {
       if (!Row(call, n, false).one()) bad = 1;
+    });
+    return bad;
+  }
+  if (call.keys == 0 && !call.s) {  // a state is read and stays
+    divide(rows, call.threads, [&](int64_t n) {
+      Row row(call, n, false);
+      if (whole_vectors && call.queries <= call.causal_chunk) return row.look();
+      row.begin();
+      row.read(0, call.queries);
     });
     return bad;
   }
