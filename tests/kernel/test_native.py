@@ -435,8 +435,8 @@ def test_narrower_vectors_give_the_same(tmp_path):
     wanted = [run("torch", given, absorb=a, quad=0.1) for a in (0, 83)]
     for flags in (library.X86["AVX2"], ("-msse4.1",)):
         path = tmp_path / f"{flags[0]}.so"
-        source = os.path.join(os.path.dirname(library.__file__), library.SOURCES[0])
-        command = [COMPILER, *library.COMMON, "-O1", *flags, "-o", str(path), source]
+        sources = [os.path.join(os.path.dirname(library.__file__), s) for s in library.SOURCES]
+        command = [COMPILER, *library.COMMON, "-O1", *flags, "-o", str(path), *sources]
         subprocess.run(command, check=True)
         code = (
             "import ctypes, sys, torch\n"
@@ -446,6 +446,9 @@ def test_narrower_vectors_give_the_same(tmp_path):
             "given = t.call((1, 2, 2, 83, 83, 19, 21, 37), bias=True, masked=True)\n"
             "found = [t.run('native', given, absorb=a, quad=0.1) for a in (0, 83)]\n"
             "torch.save(found, sys.argv[1])\n"
+            "import test_native_clusters as c\n"
+            "for sizes in c.SIZES:\n"
+            "    c.agree(c.case(sizes, width=5))\n"
         )
         saved = tmp_path / "found.pt"
         here = os.path.dirname(__file__)

@@ -27,6 +27,9 @@ from torch.nn import functional as F
 
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
 from subquad.attention.summary.kmeans import coded
+from subquad.kernels.dispatch import forced, has_data
+from subquad.kernels.native import clusters as native
+from subquad.kernels.native.library import library
 
 __all__ = ["ABSENT", "SPREAD", "Tables", "Window", "read"]
 
@@ -144,6 +147,9 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
     Returns:
         num (B, H, L, V), den and log_scale (B, H, L).
     """
+    if _by_library(q, tables, window):
+        num, den, top = native.read(q, tables, window, scale, offset)
+        return Partial(num, den, top.masked_fill(den == 0, EMPTY_LOG_SCALE))
     batch, heads, queries, dim = q.shape
     count = len(tables.keys)  # N
     groups, blocks = batch * heads // count, -(-queries // BLOCK)
@@ -204,6 +210,23 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
     out, top = back(out), back(top)
     den = out[..., -1]
     return Partial(out[..., :-1], den, top.masked_fill(den == 0, EMPTY_LOG_SCALE))
+
+
+def _by_library(q: Tensor, tables: Tables, window: Window | None) -> bool:
+    """Whether the C++ library reads: it does so without gradients, in float32 on a CPU."""
+    given = [q, tables.keys, tables.values, tables.spread]
+    if window is not None:
+        given += [window.keys, window.values, window.weight]
+    return (
+        q.is_cpu
+        and all(t.dtype == torch.float32 for t in given)
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+        and (tables.members is None or tables.refine <= native.MOST)
+        and q.numel() > 0
+        and forced() in (None, "native")
+        and has_data(q)
+        and library() is not None
+    )
 
 
 def _chunks(fixed: _Fixed, rows: Tensor) -> Iterator[tuple[slice, slice]]:

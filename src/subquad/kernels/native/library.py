@@ -31,7 +31,8 @@ from subquad.errors import SubquadError
 
 __all__ = ["Build", "build", "library", "reason", "reset"]
 
-SOURCES = ("linear.cpp", "vectors.h")
+SOURCES = ("linear.cpp", "clusters.cpp")
+HEADERS = ("vectors.h", "threads.h")
 COMMON = (
     "-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-fno-math-errno",
     "-fno-trapping-math", "-fvisibility=hidden",
@@ -92,11 +93,11 @@ def cache_folder() -> Path:
 def _name(command: str) -> str:
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for source in SOURCES:
+    for source in SOURCES + HEADERS:
         digest.update((here / source).read_bytes())
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
     digest.update(repr((version.stdout, _flags(), platform.machine())).encode())
-    return f"linear-{digest.hexdigest()[:16]}.so"
+    return f"native-{digest.hexdigest()[:16]}.so"
 
 
 def build(*, force: bool = False) -> Build:
@@ -126,8 +127,8 @@ def build(*, force: bool = False) -> Build:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as part:
             made = Path(part) / name
-            source = Path(__file__).with_name(SOURCES[0])
-            call = [command, *_flags(), "-o", str(made), str(source)]
+            sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
+            call = [command, *_flags(), "-o", str(made), *sources]
             done = subprocess.run(call, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SubquadError(f"{' '.join(call)} failed:\n{done.stderr.strip()[-2000:]}")

@@ -8,14 +8,12 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
+#include "threads.h"
 #include "vectors.h"
 
 namespace {
@@ -72,31 +70,7 @@ struct Call {
 
 namespace {
 
-// ---- memory and threads --------------------------------------------------------------------------------
-
-// Runs work(0) ... work(units - 1), each once.
-template <class Work>
-void divide(int64_t units, int threads, const Work& work) {
-  threads = (int)std::min<int64_t>(threads, units);
-  if (threads <= 1) {
-    for (int64_t i = 0; i < units; i++) work(i);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  auto run = [&] {
-    for (int64_t i; (i = next.fetch_add(1)) < units;) work(i);
-  };
-  std::vector<std::thread> others;
-  for (int t = 1; t < threads; t++) {
-    try {
-      others.emplace_back(run);
-    } catch (const std::system_error&) {
-      break;  // no more threads: this one does the rest
-    }
-  }
-  run();
-  for (auto& one : others) one.join();
-}
+// ---- memory ---------------------------------------------------------------------------------
 
 // Results that were just allocated are written once: in pages of 2 MiB the system has to give
 // them out, and to look them up, five hundred times less often. Where it cannot, nothing happens.
@@ -110,48 +84,11 @@ void large_pages(const void* p, size_t bytes) {
 #endif
 }
 
-// A thread's memory, kept from call to call.
-struct Arena {
-  std::vector<float> held;
-  size_t used = 0;
-  float* base() {
-    auto at = reinterpret_cast<uintptr_t>(held.data());
-    return held.data() + (64 - at % 64) % 64 / sizeof(float);
-  }
-};
-
-thread_local Arena arena;
-
 // Rows of floats: a tensor's own where they can be read as they are, or a copy of them.
 struct Rows {
   const float* data;
   int64_t pitch;
   const float* operator[](int64_t r) const { return data + r * pitch; }
-};
-
-// Matrices cut from the thread's arena, first counted, then placed.
-class Room {
- public:
-  template <class Lay>
-  explicit Room(const Lay& lay) {
-    lay(*this);  // counts
-    if (arena.held.size() < need_ + 16) {
-      arena.held.clear();
-      arena.held.shrink_to_fit();
-      arena.held.resize(need_ + 16);
-    }
-    base_ = arena.base();
-    need_ = 0;
-    lay(*this);  // places
-  }
-  void take(float*& p, int64_t floats) {
-    if (base_) p = base_ + need_;
-    need_ += (size_t)((floats + 15) / 16 * 16);
-  }
-
- private:
-  float* base_ = nullptr;
-  size_t need_ = 0;
 };
 
 // ---- one row --------------------------------------------------------------------------------
