@@ -2,12 +2,13 @@
 
 import ctypes
 import dataclasses
+import time
 
 import pytest
 import torch
 
 import subquad as sq
-from subquad.attention.summary import refined
+from subquad.attention.summary import kmeans, refined
 from subquad.attention.summary.refined import ABSENT, Tables, Window
 from subquad.kernels.native import clusters, library
 
@@ -192,6 +193,62 @@ def test_near_far_runs_by_it(ran):
     assert ran
 
 
-def test_the_struct_is_the_one_that_c_has():
-    size = library.library().subquad_read_call_size()
-    assert size == ctypes.sizeof(clusters._ReadCall)
+@pytest.mark.parametrize("sizes", [(2, 3, 131, 7, 13), (1, 2, 64, 64, 128), (1, 1, 1, 3, 1)])
+def test_the_nearest_centre_is_the_nearest(sizes):
+    batch, heads, rows, width, count = sizes
+    x, centres = randn(batch, heads, rows, width, seed=1), randn(batch, heads, count, width, seed=2)
+    usable = uniform(batch, heads, count, seed=3) > 0.3
+    usable[..., -1] = True
+    centres[..., count // 2, :] = centres[..., 0, :]  # of equally near ones the first
+    apart = torch.cdist(x.double(), centres.double()).masked_fill(~usable[:, :, None], torch.inf)
+    found = kmeans.nearest(x, centres, usable)
+    assert found.dtype == torch.int64 and found.shape == x.shape[:3]
+    assert bool(usable.gather(-1, found).all())
+    # Scores are sums of D products: two that differ by less than their rounding may change places.
+    bound = 2 * width * torch.finfo(torch.float32).eps * x.double().norm(dim=-1).max() * 6
+    assert bool((apart.gather(-1, found[..., None])[..., 0] <= apart.amin(-1) + bound).all())
+    if bool(usable[..., 0].all()):
+        assert not bool((found == count // 2).any()) or count // 2 == 0
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(kmeans.nearest(turned, centres, usable), found)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("width", [64, 7, 1])
+def test_sums_by_cluster_are_sums(weighted, width):
+    x = randn(2, 3, 131, width, seed=1)
+    cluster = torch.randint(9, (2, 3, 131), generator=torch.Generator().manual_seed(2))
+    weight = uniform(2, 3, 131, seed=3) if weighted else None
+    member = torch.nn.functional.one_hot(cluster, 11).double()  # two clusters are empty
+    wanted = (member if weight is None else member * weight[..., None]).mT @ x.double()
+    found = kmeans.sums(x, cluster, 11, weight)
+    # 131 additions, each rounded relative to a sum of |x| <= 131·4.
+    assert (found - wanted).abs().max() <= 131 * torch.finfo(torch.float32).eps * 40
+    x.requires_grad_()
+    kmeans.sums(x, cluster, 11, weight).square().sum().backward()
+    assert x.grad is not None and bool(x.grad.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("name", ["Read", "Nearest", "Sums"])
+def test_the_structs_are_those_that_c_has(name):
+    size = getattr(library.library(), f"subquad_{name.lower()}_call_size")()
+    assert size == ctypes.sizeof(getattr(clusters, f"_{name}Call"))
+
+
+def test_weights_too_small_for_a_number_cost_nothing(ran):
+    """A subnormal result takes a hundred times as long: logits of masked keys must not make any."""
+    q, tables, window, *rest = case((1, 4, 1, 512, 512, 32, 32, 32, 0, 2), width=16)
+    keys = tables.keys.clone()
+    keys[..., -1] = keys[..., -1].masked_fill(keys[..., -1] == ABSENT, 0.0)
+    far = keys.clone()
+    far[:, 1:, -1] = -95.0  # 2^-137 beside the first cluster
+    seconds = {}
+    for _ in range(7):
+        for name, these in (("near", keys), ("far", far)):
+            given = dataclasses.replace(tables, keys=these)
+            began = time.process_time()
+            refined.read(q, given, window, *rest)
+            seconds.setdefault(name, []).append(time.process_time() - began)
+    # An assist of the processor would make the exponentials, a tenth of the work, take ten times
+    # as long: 1.9 times in all.
+    assert min(seconds["far"]) < 1.5 * min(seconds["near"])

@@ -463,11 +463,11 @@ class KeyClusters(Mechanism):
         total = weight.new_zeros(batch, kv, count).scatter_add(-1, cluster, weight)[..., None]
         present = total > 0
         whole = torch.where(present, total, torch.ones_like(total))
-        means = sums(weight[..., None] * k, cluster, count) / whole
+        means = sums(k, cluster, count, weight) / whole
         apart = (k - take(means, cluster)) @ chosen.metric
         squares = apart.square() if apart.requires_grad else apart.square_()
-        spread = sums(weight[..., None] * squares, cluster, count) / whole
-        values = torch.cat([sums(weight[..., None] * v, cluster, count), total], -1)
+        spread = sums(squares, cluster, count, weight) / whole
+        values = torch.cat([sums(v, cluster, count, weight), total], -1)
         bias = chosen.base[..., None] - means @ chosen.mean[..., None]
         columns = torch.cat([means, bias.masked_fill(~present, ABSENT)], -1)
         shift = chosen.whiten.transpose(-1, -2) @ -chosen.mean[..., None]

@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.kernels.native import clusters as native
+
 __all__ = ["coded", "lloyd", "nearest", "sums"]
 
 SCORE_BYTES = 2 * 2**20
 """Bytes of the scores of one chunk of rows against all centres."""
 
 
-def sums(x: Tensor, cluster: Tensor, count: int) -> Tensor:
-    """Σ of the rows of x (B, h, N, D) in each cluster, (B, h, count, D)."""
+def sums(x: Tensor, cluster: Tensor, count: int, weight: Tensor | None = None) -> Tensor:
+    """Σ of the rows of x (B, h, N, D), times weights (B, h, N), by cluster, (B, h, count, D)."""
+    if native.takes(x) if weight is None else native.takes(x, weight):
+        return native.sums(x, cluster, count, weight)
+    if weight is not None:
+        x = weight[..., None] * x
     batch, heads, _, dim = x.shape
     first = torch.arange(batch * heads, device=x.device).view(batch, heads, 1) * count
     total = x.new_zeros(batch * heads * count, dim)
@@ -55,6 +61,8 @@ def nearest(x: Tensor, centres: Tensor, usable: Tensor | None = None) -> Tensor:
     half = 0.5 * centres.square().sum(-1, keepdim=True)
     if usable is not None:
         half = half.masked_fill(~usable[..., None], float("inf"))
+    if native.takes(x, centres):
+        return native.nearest(x, centres, half[..., 0])
     # ½|x − c|² in one product, [x | 1 | ½|x|²] [−c | ½|c|² | 1]ᵀ: not negative but by rounding.
     columns = torch.cat([-centres, half, torch.ones_like(half)], -1).mT
     rows = F.pad(x, (0, 2), value=1.0)
@@ -88,9 +96,9 @@ def lloyd(
         signs: centres are the signs of sums, for the Hamming distance.
     """
     count = centres.shape[2]
-    weighted = torch.cat([x * weight[..., None], weight[..., None]], -1)
+    counted = F.pad(x, (0, 1), value=1.0)
     for _ in range(iterations):
-        total = sums(weighted, nearest(x, centres, usable), count)
+        total = sums(counted, nearest(x, centres, usable), count, weight)
         found, held = total[..., :-1], total[..., -1:]
         if signs:
             mean = (found >= 0).to(x.dtype) * 2 - 1

@@ -27,9 +27,7 @@ from torch.nn import functional as F
 
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
 from subquad.attention.summary.kmeans import coded
-from subquad.kernels.dispatch import forced, has_data
 from subquad.kernels.native import clusters as native
-from subquad.kernels.native.library import library
 
 __all__ = ["ABSENT", "SPREAD", "Tables", "Window", "read"]
 
@@ -217,16 +215,8 @@ def _by_library(q: Tensor, tables: Tables, window: Window | None) -> bool:
     given = [q, tables.keys, tables.values, tables.spread]
     if window is not None:
         given += [window.keys, window.values, window.weight]
-    return (
-        q.is_cpu
-        and all(t.dtype == torch.float32 for t in given)
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
-        and (tables.members is None or tables.refine <= native.MOST)
-        and q.numel() > 0
-        and forced() in (None, "native")
-        and has_data(q)
-        and library() is not None
-    )
+    few = tables.members is None or tables.refine <= native.MOST
+    return few and native.takes(*given)
 
 
 def _chunks(fixed: _Fixed, rows: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -3,6 +3,8 @@
 // and the estimates of near keys then run along rows, and tables are read as they lie.
 //
 // Logits are in base 2. A unit of work is a few hundred queries of one key-value head.
+//
+// And what k-means needs: nearest centres, and sums by cluster.
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +16,8 @@
 
 namespace {
 
-constexpr int LANES = 64;             // queries at a time
+constexpr int LANES = 64;             // queries at a time; a part of them is filled up
+constexpr int VECS = LANES / W;
 constexpr int MOST = 8;               // clusters of a query whose members are read
 constexpr float ABSENT = -1e30f;      // the least logit, as in Python
 constexpr float SPREAD = 4.0f;
@@ -45,6 +48,25 @@ struct ReadCall {
   int32_t exact, threads;
 };
 
+// Rows x (B, heads, S, D) with centres (N, C, D), half their squares (N, C), and which is nearest.
+struct NearestCall {
+  Strided x;
+  const float *centres, *half;
+  int64_t* found;  // (N, S)
+  int64_t batch, heads, tokens, width, count;
+  int32_t threads, unused;
+};
+
+// Sums (N, C, D) of rows x (B, heads, S, D), times their weights, in each cluster.
+struct SumsCall {
+  Strided x;
+  const float* weight;     // (N, S), or null
+  const int64_t* cluster;  // (N, S)
+  float* sums;
+  int64_t batch, heads, tokens, width, count;
+  int32_t threads, unused;
+};
+
 }  // extern "C"
 
 namespace {
@@ -67,6 +89,7 @@ class Reader {
         span(call.k.data ? LANES + 2 * call.widths[b] : 0),
         room([&](Room& r) { lay(r); }),
         found(call.refine * call.each) {
+    for (int u = 0; u < W; u++) index[u] = u;
     for (int64_t c = 0; c < C; c++) {
       const float* from = call.values + (n * C + c) * (V + 1);
       std::memcpy(values + c * lv, from, V * sizeof(float));
@@ -80,28 +103,25 @@ class Reader {
 
   // Queries i..i+t of the g-th head, t at most LANES.
   void read(int64_t g, int64_t i, int64_t t) {
-    wide = padded(t);
     queries(g, i, t);
-    product<false, false>(C, wide, D + 1, call.keys + n * C * (D + 1), D + 1, x_t, lanes, phi, lanes);
-    each([&](int64_t l) {
-      Vec most = load(phi + l);
-      for (int64_t c = 1; c < C; c++) most = larger(load(phi + c * lanes + l), most);
-      store(top + l, most);
-    });
-    near_scores(i, t);
-    each([&](int64_t l) {
-      const Vec most = larger(load(top + l), all(0.1f * ABSENT * LOG2E));
-      store(top + l, most);
-      for (int64_t c = 0; c < C; c++) store(phi + c * lanes + l, exp2(load(phi + c * lanes + l) - most));
-    });
+    product<false, false>(C, LANES, D + 1, call.keys + n * C * (D + 1), D + 1, x_t, lanes, phi, lanes);
+    Lanes most = level(0.1f * ABSENT * LOG2E);
+    for (int64_t c = 0; c < C; c++)
+      for (int u = 0; u < VECS; u++) most.v[u] = larger(load(phi + c * lanes + u * W), most.v[u]);
+    near_scores(i, t, most);
+    put(top, most);
+    for (int64_t c = 0; c < C; c++)
+      for (int u = 0; u < VECS; u++) {
+        float* at = phi + c * lanes + u * W;
+        store(at, exp2(load(at) - most.v[u]));
+      }
     widen();
-    each([&](int64_t l) {
-      Vec total{};
-      for (int64_t c = 0; c < C; c++) total += load(phi + c * lanes + l) * totals[c];
-      store(den + l, total);
-    });
+    Lanes total = level(0.0f);
+    for (int64_t c = 0; c < C; c++)
+      for (int u = 0; u < VECS; u++) total.v[u] += load(phi + c * lanes + u * W) * totals[c];
     product<false, true>(t, wide_v, C, phi, lanes, values, lv, out, lv);
-    near_sums(t);
+    near_sums(t, most, total);
+    put(den, total);
     if (call.members) members(i, t);
     const int64_t at = ((b * call.kv + h) * call.groups + g) * call.queries + i;
     for (int64_t r = 0; r < t; r++) {
@@ -115,8 +135,9 @@ class Reader {
   const ReadCall& call;
   const int64_t n, b, h, D, V, C, M, lx, lv, lanes, wide_v, span;
   Room room;
-  int64_t wide = 0, near = 0, from = 0;  // lanes in use; keys of the window, and the first
-  int64_t reach = 0, start = 0;          // keys on each side of a query, and the first query
+  int64_t near = 0, from = 0;    // keys of the window, and the first of them
+  int64_t reach = 0, start = 0;  // keys on each side of a query, and the first query
+  Ints index;
   struct Member {
     float score, estimate;
     const float* value;
@@ -131,9 +152,19 @@ class Reader {
     r.take(out, LANES * lv), r.take(scores, span * lanes), r.take(copy, V % W ? span * lv : 0);
   }
 
-  template <class Lane>
-  void each(const Lane& lane) const {
-    for (int64_t l = 0; l < wide; l += W) lane(l);
+  // A number of each query.
+  struct Lanes {
+    Vec v[VECS];
+  };
+
+  static Lanes level(float x) {
+    Lanes found;
+    for (Vec& v : found.v) v = all(x);
+    return found;
+  }
+
+  static void put(float* to, const Lanes& from) {
+    for (int u = 0; u < VECS; u++) store(to + u * W, from.v[u]);
   }
 
   static void clear(float* p, int64_t count) { std::memset(p, 0, count * sizeof(float)); }
@@ -149,24 +180,26 @@ class Reader {
       to[D] = LOG2E;
       clear(to + D + 1, lx - D - 1);
     }
-    transpose(t, D + 1, x, lx, x_t, lanes);
+    clear(x + t * lx, (LANES - t) * lx);
+    transpose(LANES, D + 1, x, lx, x_t, lanes);
   }
 
   // phi of the clusters times 1 + h.
   void widen() {
-    product<false, true>(D, wide, D + 1, whiten, D, x_t, lanes, white, lanes);
+    product<false, true>(D, LANES, D + 1, whiten, D, x_t, lanes, white, lanes);
     for (int64_t d = 0; d < D; d++)
-      each([&](int64_t l) {
-        const Vec y = load(white + d * lanes + l);
-        store(white + d * lanes + l, y * y);
-      });
-    product<false, false>(M, wide, D, call.spread + n * M * D, D, white, lanes, more, lanes);
+      for (int u = 0; u < VECS; u++) {
+        const Vec y = load(white + d * lanes + u * W);
+        store(white + d * lanes + u * W, y * y);
+      }
+    product<false, false>(M, LANES, D, call.spread + n * M * D, D, white, lanes, more, lanes);
     for (int64_t m = 0; m < M; m++)
-      each([&](int64_t l) {
-        const Vec grown = load(more + m * lanes + l);
+      for (int u = 0; u < VECS; u++) {
+        const Vec grown = load(more + m * lanes + u * W);
         const Vec factor = choose(grown > all(SPREAD), all(SPREAD), grown) + 1.0f;
-        store(phi + m * lanes + l, load(phi + m * lanes + l) * factor);
-      });
+        float* at = phi + m * lanes + u * W;
+        store(at, load(at) * factor);
+      }
   }
 
   // ---- the window ----
@@ -176,47 +209,46 @@ class Reader {
   }
 
   // Lanes (all 1s) whose query has the j-th of the near keys in its window.
-  Ints reached(int64_t j, int64_t l) const {
+  Ints reached(int64_t j, int u) const {
     const int32_t low = (int32_t)(from + j - reach - call.first - start);
     const int32_t high = (int32_t)(from + j + reach - call.first - start);
-    Ints lane;
-    for (int u = 0; u < W; u++) lane[u] = (int32_t)l + u;
+    const Ints lane = index + u * W;
     return (lane >= low) & (lane <= high);
   }
 
-  void near_scores(int64_t i, int64_t t) {
+  void near_scores(int64_t i, int64_t t, Lanes& most) {
     near = 0;
     if (!call.k.data) return;
     reach = call.widths[b], start = i;
     from = std::max<int64_t>(0, call.first + i - reach);
     near = std::max<int64_t>(0, std::min(call.tokens, call.first + i + t + reach) - from);
     if (!near || !call.exact) return;
-    product<false, false>(near, wide, D, token(call.k, from), call.k.token, x_t, lanes, scores, lanes);
+    product<false, false>(near, LANES, D, token(call.k, from), call.k.token, x_t, lanes, scores, lanes);
     const uint8_t* open = call.open + n * call.tokens + from;
     for (int64_t j = 0; j < near; j++)
-      each([&](int64_t l) {
-        float* at = scores + j * lanes + l;
-        const Ints seen = open[j] ? reached(j, l) : Ints{};
+      for (int u = 0; u < VECS; u++) {
+        float* at = scores + j * lanes + u * W;
+        const Ints seen = open[j] ? reached(j, u) : Ints{};
         const Vec score = choose(seen, load(at), all(ABSENT * LOG2E));
         store(at, score);
-        store(top + l, larger(score, load(top + l)));
-      });
+        most.v[u] = larger(score, most.v[u]);
+      }
   }
 
   // The exact weights of near keys in the place of their estimates.
-  void near_sums(int64_t t) {
+  void near_sums(int64_t t, const Lanes& most, Lanes& total) {
     if (!near) return;
     const float* weight = call.weight + n * call.tokens + from;
     const int64_t* cluster = call.cluster + n * call.tokens + from;
     for (int64_t j = 0; j < near; j++)
-      each([&](int64_t l) {
-        float* at = scores + j * lanes + l;
-        const Vec exact = call.exact ? exp2(load(at) - load(top + l)) : Vec{};
-        const Vec estimate = load(phi + cluster[j] * lanes + l) * weight[j];
-        const Vec change = choose(reached(j, l), exact - estimate, Vec{});
+      for (int u = 0; u < VECS; u++) {
+        float* at = scores + j * lanes + u * W;
+        const Vec exact = call.exact ? exp2(load(at) - most.v[u]) : Vec{};
+        const Vec estimate = load(phi + cluster[j] * lanes + u * W) * weight[j];
+        const Vec change = choose(reached(j, u), exact - estimate, Vec{});
         store(at, change);
-        store(den + l, load(den + l) + change);
-      });
+        total.v[u] += change;
+      }
     const float* v = token(call.v, from);
     int64_t step = call.v.token;
     if (V % W) {
@@ -235,7 +267,7 @@ class Reader {
   void choose_clusters(int32_t (*chosen)[LANES], int64_t count) const {
     int32_t last = 0;
     while (last < M - 1) last = 2 * last + 1;
-    each([&](int64_t l) {
+    for (int64_t l = 0; l < LANES; l += W) {
       Ints best[MOST];
       for (int64_t s = 0; s < count; s++) best[s] = Ints{} - 1;
       for (int64_t m = 0; m < M; m++) {
@@ -244,16 +276,16 @@ class Reader {
         std::memcpy(&code, &weight, sizeof code);
         code = (code & ~last) | (int32_t)m;
         for (int64_t s = 0; s < count; s++) {
-          const Ints above = code > best[s], more = above ? code : best[s];
+          const Ints above = code > best[s], larger = above ? code : best[s];
           code = above ? best[s] : code;
-          best[s] = more;
+          best[s] = larger;
         }
       }
       for (int64_t s = 0; s < count; s++) {
         const Ints found = best[s] & last;
         std::memcpy(chosen[s] + l, &found, sizeof found);
       }
-    });
+    }
   }
 
   // The exact weights of the members of each query's clusters in the place of their estimates.
@@ -305,6 +337,45 @@ class Reader {
   }
 };
 
+// The first centre with the least |c|^2 / 2 - x c, for LANES rows at a time.
+class Nearest {
+ public:
+  Nearest(const NearestCall& call, int64_t n)
+      : call(call), n(n), room([&](Room& r) {
+          const int64_t d = call.width;
+          r.take(x, LANES * pitch(d)), r.take(x_t, d * pitch(LANES)), r.take(dots, call.count * pitch(LANES));
+        }) {}
+
+  void find(int64_t i, int64_t t) {
+    const int64_t D = call.width, ld = pitch(D), lanes = pitch(LANES), wide = padded(t);
+    const float* rows = call.x.data + n / call.heads * call.x.batch + n % call.heads * call.x.head;
+    for (int64_t r = 0; r < t; r++) {
+      std::memcpy(x + r * ld, rows + (i + r) * call.x.token, D * sizeof(float));
+      std::memset(x + r * ld + D, 0, (ld - D) * sizeof(float));
+    }
+    transpose(t, D, x, ld, x_t, lanes);
+    product<false, false>(call.count, wide, D, call.centres + n * call.count * D, D, x_t, lanes, dots, lanes);
+    const float* half = call.half + n * call.count;
+    for (int64_t l = 0; l < wide; l += W) {
+      Vec least = all(INFINITY);
+      Ints at{};
+      for (int64_t c = 0; c < call.count; c++) {
+        const Vec score = half[c] - load(dots + c * lanes + l);
+        const Ints nearer = score < least;
+        least = choose(nearer, score, least);
+        at = nearer ? Ints{} + (int32_t)c : at;
+      }
+      for (int64_t u = 0; u < W && l + u < t; u++) call.found[n * call.tokens + i + l + u] = at[u];
+    }
+  }
+
+ private:
+  const NearestCall& call;
+  const int64_t n;
+  float *x, *x_t, *dots;
+  Room room;
+};
+
 }  // namespace
 
 #define API __attribute__((visibility("default")))
@@ -312,6 +383,38 @@ class Reader {
 extern "C" {
 
 API int subquad_read_call_size() { return (int)sizeof(ReadCall); }
+
+API int subquad_nearest_call_size() { return (int)sizeof(NearestCall); }
+
+API int subquad_sums_call_size() { return (int)sizeof(SumsCall); }
+
+API void subquad_nearest(const NearestCall* given) {
+  const NearestCall& call = *given;
+  const int64_t blocks = (call.tokens + LANES - 1) / LANES;
+  divide(call.batch * call.heads, call.threads, [&](int64_t n) {
+    Nearest nearest(call, n);
+    for (int64_t i = 0; i < blocks; i++)
+      nearest.find(i * LANES, std::min<int64_t>(LANES, call.tokens - i * LANES));
+  });
+}
+
+API void subquad_sums(const SumsCall* given) {
+  const SumsCall& call = *given;
+  const int64_t D = call.width;
+  divide(call.batch * call.heads, call.threads, [&](int64_t n) {
+    const float* rows = call.x.data + n / call.heads * call.x.batch + n % call.heads * call.x.head;
+    float* sums = call.sums + n * call.count * D;
+    std::memset(sums, 0, call.count * D * sizeof(float));
+    for (int64_t i = 0; i < call.tokens; i++) {
+      const float* x = rows + i * call.x.token;
+      const float weight = call.weight ? call.weight[n * call.tokens + i] : 1.0f;
+      float* to = sums + call.cluster[n * call.tokens + i] * D;
+      int64_t d = 0;
+      for (; d + W <= D; d += W) store(to + d, load(to + d) + load(x + d) * weight);
+      for (; d < D; d++) to[d] += x[d] * weight;
+    }
+  });
+}
 
 API void subquad_read_clusters(const ReadCall* given) {
   const ReadCall& call = *given;

@@ -1,20 +1,22 @@
-"""What queries read of clusters of keys, forward, by the C++ library."""
+"""Clusters of keys by the C++ library: what queries read of them, forward, and k-means."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from subquad.kernels.dispatch import forced, has_data
 from subquad.kernels.native.engine import WORTH
 from subquad.kernels.native.library import library
 
 if TYPE_CHECKING:
     from subquad.attention.summary.refined import Tables, Window
 
-__all__ = ["MOST", "read"]
+__all__ = ["MOST", "nearest", "read", "sums", "takes"]
 
 MOST = 8
 """Clusters of a query whose members are read, at most."""
@@ -50,6 +52,90 @@ class _ReadCall(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _NearestCall(ctypes.Structure):
+    _fields_ = [
+        ("x", _Strided),
+        *((name, ctypes.c_void_p) for name in ("centres", "half", "found")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "width", "count")),
+        ("threads", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class _SumsCall(ctypes.Structure):
+    _fields_ = [
+        ("x", _Strided),
+        *((name, ctypes.c_void_p) for name in ("weight", "cluster", "sums")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "width", "count")),
+        ("threads", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+def takes(*given: Tensor) -> bool:
+    """Whether the library can run a call with these tensors: in float32, no gradients, a CPU."""
+    return (
+        all(t.is_cpu and t.dtype == torch.float32 and t.numel() > 0 for t in given)
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+        and not torch.compiler.is_compiling()
+        and forced() in (None, "native")
+        and has_data(given[0])
+        and library() is not None
+    )
+
+
+def _threads(work: int) -> int:
+    return min(torch.get_num_threads(), 1 + work // WORTH)
+
+
+def _whole(held: list[Tensor], t: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    """Address of a contiguous tensor, which `held` keeps alive."""
+    if t is None:
+        return None
+    held.append(t.detach().to(dtype).contiguous())
+    return held[-1].data_ptr()
+
+
+def _rows(held: list[Tensor], t: Tensor) -> _Strided:
+    """(B, heads, n, width) whose rows are contiguous."""
+    held.append(t.detach() if t.stride(3) == 1 or t.shape[3] == 1 else t.detach().contiguous())
+    return _Strided(held[-1].data_ptr(), *held[-1].stride()[:3])
+
+
+def nearest(x: Tensor, centres: Tensor, half: Tensor) -> Tensor:
+    """The first centre (B, h, N) with the least half − x·c.
+
+    Args:
+        x: (B, h, N, D).
+        centres: (B, h, C, D).
+        half: (B, h, C).
+    """
+    native = library()
+    assert native is not None, "asked before"
+    held: list[Tensor] = []
+    found = torch.empty(x.shape[:3], dtype=torch.int64)
+    call = _NearestCall(
+        _rows(held, x), _whole(held, centres), _whole(held, half), found.data_ptr(), *x.shape,
+        centres.shape[2], _threads(2 * x.numel() * centres.shape[2]), 0,
+    )  # fmt: skip
+    native.subquad_nearest(ctypes.byref(call))
+    return found
+
+
+def sums(x: Tensor, cluster: Tensor, count: int, weight: Tensor | None) -> Tensor:
+    """Σ of the rows of x (B, h, N, D), times their weights (B, h, N), by cluster, (B, h, C, D)."""
+    native = library()
+    assert native is not None, "asked before"
+    held: list[Tensor] = []
+    total = x.new_empty(*x.shape[:2], count, x.shape[3])
+    call = _SumsCall(
+        _rows(held, x), _whole(held, weight), _whole(held, cluster, torch.int64),
+        total.data_ptr(), *x.shape, count, _threads(2 * x.numel()), 0,
+    )  # fmt: skip
+    native.subquad_sums(ctypes.byref(call))
+    return total
+
+
 def read(
     q: Tensor, tables: Tables, window: Window | None, scale: float, offset: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,16 +151,7 @@ def read(
     value, kv = tables.values.shape[-1] - 1, count // batch
     held: list[Tensor] = []
 
-    def whole(t: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
-        if t is None:
-            return None
-        held.append(t.detach().to(dtype).contiguous())
-        return held[-1].data_ptr()
-
-    def rows(t: Tensor) -> _Strided:
-        held.append(t.detach() if t.stride(3) == 1 or t.shape[3] == 1 else t.detach().contiguous())
-        return _Strided(held[-1].data_ptr(), *held[-1].stride()[:3])
-
+    whole, rows = functools.partial(_whole, held), functools.partial(_rows, held)
     call = _ReadCall()
     call.q = rows(q)
     call.keys, call.values = whole(tables.keys), whole(tables.values)
@@ -104,6 +181,6 @@ def read(
     call.first, call.factor = offset, scale
     columns = call.columns + span + clusters
     work = 2 * batch * heads * queries * columns * (width + value)
-    call.threads = min(torch.get_num_threads(), 1 + work // WORTH)
+    call.threads = _threads(work)
     native.subquad_read_clusters(ctypes.byref(call))
     return num, den, log_scale
