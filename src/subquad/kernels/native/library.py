@@ -69,11 +69,27 @@ def capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _flags() -> tuple[str, ...]:
+def _flags(version: str) -> tuple[str, ...]:
+    """For a compiler that describes itself so."""
+    threads = ("-fopenmp",) if "Free Software Foundation" in version and _has_gomp() else ()
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return COMMON  # vectors of 128 bits are part of every 64-bit ARM
+        return (*COMMON, *threads)  # vectors of 128 bits are part of every 64-bit ARM
     found = X86.get(capability(), ())
-    return (*COMMON, *found, "-mtune=generic")
+    return (*COMMON, *threads, *found, "-mtune=generic")
+
+
+@functools.cache
+def _has_gomp() -> bool:
+    """Whether PyTorch runs on the OpenMP library that GCC links: then both share their threads."""
+    with contextlib.suppress(OSError):
+        return "/libgomp.so.1" in Path("/proc/self/maps").read_text()
+    return False
+
+
+@functools.cache
+def _version(command: str) -> str:
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def compiler() -> str | None:
@@ -95,8 +111,8 @@ def _name(command: str) -> str:
     here = Path(__file__).parent
     for source in SOURCES + HEADERS:
         digest.update((here / source).read_bytes())
-    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    digest.update(repr((version.stdout, _flags(), platform.machine())).encode())
+    version = _version(command)
+    digest.update(repr((version, _flags(version), platform.machine())).encode())
     return f"native-{digest.hexdigest()[:16]}.so"
 
 
@@ -119,23 +135,24 @@ def build(*, force: bool = False) -> Build:
         name = _name(command)
     except (OSError, subprocess.SubprocessError) as error:
         raise SubquadError(f"{command} does not run: {error}") from None
+    flags = _flags(_version(command))
     folder = cache_folder() / "native"
     path = folder / name
     if path.is_file() and not force:
-        return Build(path, command, _flags(), False)
+        return Build(path, command, flags, False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as part:
             made = Path(part) / name
             sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
-            call = [command, *_flags(), "-o", str(made), *sources]
+            call = [command, *flags, "-o", str(made), *sources]
             done = subprocess.run(call, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SubquadError(f"{' '.join(call)} failed:\n{done.stderr.strip()[-2000:]}")
             os.replace(made, path)
     except OSError as error:
         raise SubquadError(f"{folder}: {error}; SUBQUAD_CACHE names another folder") from None
-    return Build(path, command, _flags(), True)
+    return Build(path, command, flags, True)
 
 
 @functools.cache

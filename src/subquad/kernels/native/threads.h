@@ -18,6 +18,12 @@ template <class Work>
     for (int64_t i = 0; i < units; i++) work(i);
     return;
   }
+#if defined(_OPENMP)
+  // The threads that PyTorch's operations run on: those wait for more work for a while before they
+  // sleep, and other threads would have to share their cores with them.
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t i = 0; i < units; i++) work(i);
+#else
   std::atomic<int64_t> next{0};
   auto run = [&] {
     for (int64_t i; (i = next.fetch_add(1)) < units;) work(i);
@@ -32,6 +38,7 @@ template <class Work>
   }
   run();
   for (auto& one : others) one.join();
+#endif
 }
 
 // A thread's memory, kept from call to call.
