@@ -202,18 +202,69 @@ def test_accumulated_batches_weigh_by_their_tokens(corpus, tmp_path):
     sizes = [int((batch["labels"] != -100).sum()) for batch in (first, second)]
     assert sizes[0] != sizes[1], "or else the weights would not matter"
     # The same model before its step: built anew, with the same seed.
-    from subquad.training.tasks.translation import prepare
-
-    prepared = prepare(recipe(corpus, **options), tmp_path, lambda text: None)
-    prepared.model.train()
+    again = prepared(corpus, tmp_path, **options)
+    again.model.train()
     losses = [
-        prepared.objective(prepared.model, batch, 0.0, torch.Generator()).total
+        again.objective(again.model, batch, 0.0, torch.Generator()).total
         for batch in (first, second)
     ]
     (sum(a * b for a, b in zip(sizes, losses, strict=True)) / sum(sizes)).backward()
     # Sums of a few hundred float32 products in another order: 1e-6 of the largest entry is ample.
-    wanted = prepared.model.embed.weight.grad
+    wanted = again.model.embed.weight.grad
     assert (found["gradient"] - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.fixture(scope="module")
+def exact(corpus, tmp_path_factory):
+    """A trained model with exact attention, in a folder."""
+    folder = tmp_path_factory.mktemp("exact") / "run"
+    train(recipe(corpus, model__mechanism="softmax"), folder)
+    return folder / "best"
+
+
+def prepared(corpus, folder, **options):
+    from subquad.training.tasks.translation import prepare
+
+    return prepare(recipe(corpus, **options), folder, lambda text: None)
+
+
+def test_a_run_starts_from_another_models_weights_whatever_its_attention(corpus, exact, tmp_path):
+    options = {"training__start": str(exact), "model__mechanism": "performer(features=8)"}
+    found = prepared(corpus, tmp_path, **options)
+    given = load_file(exact / "model.safetensors")
+    own = found.model.state_dict()
+    new = {key for key in own if ".mechanism." in key}
+    assert new and all(torch.equal(own[key], tensor) for key, tensor in given.items())
+    alone = prepared(corpus, tmp_path, model__mechanism="performer(features=8)").model.state_dict()
+    assert all(torch.equal(own[key], alone[key]) for key in new), "drawn by the recipe's seed"
+    assert not torch.equal(own["embed.weight"], alone["embed.weight"])
+    words = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
+    assert words == json.loads((exact / "tokenizer.json").read_text())
+    # and the other way round: the mechanism's own tensors are left behind
+    train(recipe(corpus, **options, training__steps=5), tmp_path / "linear")
+    back = str(tmp_path / "linear" / "best")
+    again = prepared(corpus, tmp_path / "b", training__start=back, model__mechanism="softmax")
+    linear = load_file(tmp_path / "linear" / "best" / "model.safetensors")
+    found = again.model.state_dict()
+    assert all(torch.equal(found[key], t) for key, t in linear.items() if ".mechanism." not in key)
+    assert not any(".mechanism." in key for key in found)
+
+
+def test_a_start_that_does_not_fit_is_told(corpus, exact, tmp_path):
+    def refused(words, **options):
+        with pytest.raises(OptionError, match=words):
+            prepared(corpus, tmp_path / "run", **options)
+
+    refused("weights do not fit\n  - .*24.* there, .*32", training__start=str(exact),
+            model__dim_feedforward=32)  # fmt: skip
+    refused("None there", training__start=str(exact), model__encoder_layers=2)
+    refused("training.start=", training__start=str(tmp_path / "nothing"))
+    (tmp_path / "other").mkdir()
+    for file in exact.iterdir():
+        (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
+    config = json.loads((exact / "config.json").read_text()) | {"model_type": "gpt2"}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    refused("is a 'gpt2'", training__start=str(tmp_path / "other"))
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_weights_in_float32(corpus, tmp_path):

@@ -36,6 +36,8 @@ TEACHER = "softmax"
 PERFORMER = "performer(features=128, estimator=relu)"
 """Trained from scratch, its kernel is worth more than an estimate of softmax with as many."""
 
+ESTIMATE = "performer(features=256)"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -46,17 +48,30 @@ class Entry:
         settings: what differs from the recipe, by dotted keys.
         note: what to know about it.
         distilled: whether it is trained on the teacher's translations.
+        recovered: whether it starts from the teacher's weights.
     """
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     note: str = ""
     distilled: bool = False
+    recovered: bool = False
 
 
 ENTRIES = (
     Entry("softmax", note="exact attention everywhere"),
     Entry("performer", {"model.mechanism": PERFORMER}, PERFORMER),
+    Entry(
+        "recovered",
+        {
+            "model.mechanism": ESTIMATE,
+            "optimiser.rate": 1.5e-3,
+            "optimiser.warm_up": 200,
+            "training.epochs": 12,
+        },
+        f"{ESTIMATE} in the trained softmax model, 12 more epochs",
+        recovered=True,
+    ),
     Entry("linear", {"model.mechanism": "linear"}),
     Entry(
         "linformer",
@@ -190,6 +205,8 @@ def _trained(
     if entry.distilled:
         train_files = str(_distilled(runs, files["train"][0], echo))
         own["tokenizer.path"] = str(runs / TEACHER / "tokenizer")
+    if entry.recovered:
+        own["training.start"] = str(_teacher(runs))
     recipe = Recipe.load(
         RECIPE if own.get("task") is None else str(own.pop("task")),
         {
@@ -208,15 +225,20 @@ def _trained(
 def _distilled(runs: Path, sources: Path, echo: Callable[[str], None]) -> Path:
     from subquad.generation import distil
 
-    path = runs / "distilled.tsv"
-    teacher = runs / TEACHER / "best"
-    if not teacher.is_dir():
-        raise OptionError(f"{teacher}: the teacher is not trained yet; run {TEACHER} first")
+    path, teacher = runs / "distilled.tsv", _teacher(runs)
     model, tokenizer = _loaded(runs / TEACHER)
     echo(f"translating {sources.name} by {teacher}")
     texts = sources.read_text(encoding="utf-8").splitlines()
     distil(model, tokenizer, texts, path, beams=BEAMS)
     return path
+
+
+def _teacher(runs: Path) -> Path:
+    """Its best model."""
+    teacher = runs / TEACHER / "best"
+    if not teacher.is_dir():
+        raise OptionError(f"{teacher}: the teacher is not trained yet; run {TEACHER} first")
+    return teacher
 
 
 def _loaded(folder: Path) -> tuple[Any, Any]:

@@ -115,6 +115,7 @@ class Training:
         "float32", "or bfloat16: of the arithmetic; weights stay float32", choices=PRECISIONS
     )
     seed: int = key(0, "of everything that is random", low=0)
+    start: str | None = key(None, "a folder with a model to start from, whatever its attention")
     threads: int | None = key(None, "of the CPU; null: torch's choice", low=1)
     device: str = key("auto", "cpu, cuda, mps; auto: an accelerator where there is one")
 

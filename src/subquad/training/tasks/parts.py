@@ -21,16 +21,18 @@ SPECIAL = tuple(f"{name}_token_id" for name in ("pad", "bos", "eos", "unk", "mas
 
 
 def tokenizer_of(recipe: Recipe, folder: Path, texts: Callable[[], Iterable[str]], say: Say) -> Any:
-    """The run's tokenizer: trained on the texts, the recipe's own, or that of an earlier start.
+    """The run's tokenizer: of an earlier call, the recipe's own, that of the model to start from,
+    or one trained on the texts.
 
     Args:
-        recipe: its section `tokenizer`.
+        recipe: its section `tokenizer`, and `training.start`.
         folder: of the run, which keeps the tokenizer.
         texts: gives those to train on.
         say: is told that one is trained.
 
     Raises:
-        OptionError: no tokenizer at `tokenizer.path`, or one without the special tokens.
+        OptionError: no tokenizer at `tokenizer.path` or `training.start`, or one without the
+            special tokens.
     """
     from transformers import AutoTokenizer
 
@@ -38,9 +40,11 @@ def tokenizer_of(recipe: Recipe, folder: Path, texts: Callable[[], Iterable[str]
     from subquad.training.run import new_folder
 
     own, options = folder / "tokenizer", recipe.tokenizer
+    name = "tokenizer.path" if options.path is not None else "training.start"
+    path = options.path if options.path is not None else recipe.training.start
     tokenizer: Any
     if not own.is_dir():
-        if options.path is None:
+        if path is None:
             say(f"training a tokenizer ({options.kind}, {options.vocab_size} tokens at most)")
             tokenizer = train_tokenizer(
                 texts(),
@@ -50,15 +54,15 @@ def tokenizer_of(recipe: Recipe, folder: Path, texts: Callable[[], Iterable[str]
             )
         else:
             try:
-                tokenizer = AutoTokenizer.from_pretrained(options.path)
+                tokenizer = AutoTokenizer.from_pretrained(path)
             except (OSError, ValueError) as error:
-                raise OptionError(f"tokenizer.path={options.path!r}: {error}") from None
+                raise OptionError(f"{name}={path!r}: {error}") from None
         with new_folder(own) as part:
             tokenizer.save_pretrained(part)
     tokenizer = AutoTokenizer.from_pretrained(own)
     missing = [n for n in ("pad", "bos", "eos") if getattr(tokenizer, f"{n}_token_id") is None]
     if missing:
-        raise OptionError(f"tokenizer.path={options.path!r} has no {', '.join(missing)} token")
+        raise OptionError(f"{name}={path!r} has no {', '.join(missing)} token")
     return tokenizer
 
 
@@ -108,7 +112,7 @@ def notes_of(name: Any, problems: Any) -> list[str]:
 
 
 def build_model(task: Task, model: Any, recipe: Recipe, tokenizer: Any, **more: Any) -> Any:
-    """A model with initial values by the recipe's seed.
+    """A model with initial values by the recipe's seed, or of `training.start`.
 
     Args:
         task: whose configuration it is.
@@ -116,6 +120,9 @@ def build_model(task: Task, model: Any, recipe: Recipe, tokenizer: Any, **more: 
         recipe: its section `model`.
         tokenizer: for the vocabulary and the special tokens.
         more: further arguments of the configuration.
+
+    Raises:
+        OptionError: the model to start from has other weights, in more than its attention.
     """
     kind = task.config_class()
     own = {one.name for one in dataclasses.fields(kind)}
@@ -123,7 +130,34 @@ def build_model(task: Task, model: Any, recipe: Recipe, tokenizer: Any, **more: 
     special = {name: number for name, number in found.items() if number is not None}
     config = kind(vocab_size=len(tokenizer), **{**special, **recipe.model, **more})
     torch.manual_seed(recipe.training.seed)
-    return model(config)
+    made = model(config)
+    if recipe.training.start is not None:
+        _take_weights(made, recipe.training.start)
+    return made
+
+
+def _take_weights(model: Any, path: str) -> None:
+    """Those of the model in a folder; what belongs to a mechanism alone need not be the same."""
+    from transformers import AutoConfig
+
+    name = f"training.start={path!r}"
+    try:
+        kind = AutoConfig.from_pretrained(path).model_type
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{name}: {error}") from None
+    if kind != model.config.model_type:
+        raise OptionError(f"{name} is a {kind!r}, the recipe's model a {model.config.model_type!r}")
+    own, theirs = model.state_dict(), type(model).from_pretrained(path).state_dict()
+    problems = []
+    for key in dict.fromkeys((*own, *theirs)):
+        here, there = (list(t[key].shape) if key in t else None for t in (own, theirs))
+        if here == there:
+            own[key].copy_(theirs[key])
+        elif ".mechanism." not in key:
+            problems.append(f"{key}: {there} there, {here} in the recipe's model")
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems[:5])
+        raise OptionError(f"{name}: {len(problems)} weights do not fit{listed}")
 
 
 def corpus_paths(section: str, given: Any) -> Any:
