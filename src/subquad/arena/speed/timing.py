@@ -90,13 +90,16 @@ def _seconds(call: Callable[[], Any], repeats: int, device: str, wall: bool = Fa
     """Seconds of one of so many calls behind each other.
 
     CUDA events on a GPU; CPU time of the process on one thread, which does not count waiting
-    for other programs; the wall clock where threads are compared.
+    for other programs; the wall clock where threads are compared, behind a call that is not
+    timed: it wakes the threads, which in use calls before it have done.
     """
 
     def several() -> None:
         for _ in range(repeats):
             call()
 
+    if wall:
+        call()
     clock = time.perf_counter if wall else time.process_time
     return timed(several, torch.device(device), clock) / repeats
 

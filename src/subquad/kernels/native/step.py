@@ -17,6 +17,7 @@ from subquad.kernels.native.engine import (
     CAUSAL_CHUNK,
     CHUNK,
     DTYPES,
+    WORTH,
     _Call,
     _Side,
     _Tensor,
@@ -82,6 +83,8 @@ class Step:
         call.features, call.q_width, call.value = features, width, value
         call.chunk, call.causal_chunk = CHUNK, CAUSAL_CHUNK
         call.quad, call.threads, call.activation = quad, 1, ACTIVATIONS[activation]
+        work = 2 * batch * (heads * tokens + kv * k.shape[2]) * features * (width + value)
+        self.worth = 1 + work // WORTH
         # Parts of the struct are views of it, made once.
         self.q, self.k, self.v, self.out = call.q, call.k, call.v, call.out
         self.pointer = ctypes.byref(call)
@@ -144,7 +147,13 @@ class Step:
             s, z, c, mass = sums = self._new_sums()
             call.s, call.z = s.data_ptr(), z.data_ptr()
             call.c, call.mass = c.data_ptr(), mass.data_ptr()
-        return None if self.run(self.pointer) else out, sums
+        return None if self._run() else out, sums
+
+    def _run(self) -> int:
+        if self.worth > 1:
+            self.call.threads = min(torch.get_num_threads(), self.worth)
+        bad: int = self.run(self.pointer)
+        return bad
 
     def _new_sums(self) -> Sums:
         s, z, c, mass = (torch.empty(shape, dtype=torch.float32) for shape in self.shapes)
@@ -156,7 +165,7 @@ class Step:
         out = torch.empty(self.out_shape, dtype=self.out_dtype)
         self.q.data, self.out.data = q.data_ptr(), out.data_ptr()
         call.s_in, call.z_in, call.c_in, call.mass_in = (t.data_ptr() for t in sums)
-        self.run(self.pointer)
+        self._run()
         return out
 
 
