@@ -563,6 +563,11 @@ def test_a_prepared_step_takes_no_call_that_is_another(prepared):
             mech.step(q[:1], k[:1], v[:1], state)
         with pytest.raises(sq.errors.ShapeError):
             mech.step(q, k[..., :3], v, state)
+        for few in (q[0, 0, 0], q[0, 0]):
+            with pytest.raises(sq.errors.ShapeError):
+                mech.step(few, few, few, state)
+            with pytest.raises(sq.errors.ShapeError):
+                mech.step(few, None, None, state)
         with torch.autocast("cpu"):
             mech.step(q, k, v, state)
         mech.step(q, k, v, type(state)(*(t.double() for t in sums(state))))

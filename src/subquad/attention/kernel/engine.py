@@ -320,11 +320,11 @@ STEP = 8
 
 
 def _may_be_prepared(mechanism: KernelMechanism) -> bool:
-    return not (
-        not mechanism._fixed()
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or forced() not in (None, "native")
+    return (
+        mechanism._fixed()
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and forced() in (None, "native")
     )
 
 
@@ -343,11 +343,9 @@ def _prepared(
     mechanism: KernelMechanism, q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> _Prepared | None:
     """Steps like this one, prepared where that is possible."""
-    if (
-        q.dim() != 4
-        or any(t.dtype not in DTYPES or t.device.type != "cpu" for t in (q, k, v))
-        or not _may_be_prepared(mechanism)
-    ):
+    if any(
+        t.dtype not in DTYPES or t.device.type != "cpu" for t in (q, k, v)
+    ) or not _may_be_prepared(mechanism):
         return None
     tensors = (*mechanism._parameters.values(), *mechanism._buffers.values())
     held = [t for t in tensors if t is not None]
@@ -399,10 +397,14 @@ class KernelMechanism(Mechanism):
         donate: bool = False,
     ) -> tuple[Tensor, State]:
         """As `Mechanism.prefill`; a donated state is written over by steps of one token."""
-        short = 0 < q.shape[-2] == k.shape[-2] <= STEP and isinstance(state, LinearState)
-        if not short or torch.compiler.is_compiling():
+        if (
+            not isinstance(state, LinearState)
+            or q.dim() != 4
+            or k.dim() != 4
+            or not 0 < q.shape[2] == k.shape[2] <= STEP
+            or torch.compiler.is_compiling()
+        ):
             return super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
-        assert isinstance(state, LinearState)
         prepared = _threads.steps.get(self)
         if (
             prepared is not None
@@ -433,10 +435,14 @@ class KernelMechanism(Mechanism):
         donate: bool = False,
     ) -> tuple[Tensor, State]:
         """As `Mechanism.step`; a donated state is written over by steps of one token."""
-        reads = k is None and v is None and key_mask is None and isinstance(state, LinearState)
-        if not reads or q.shape[-2] > STEP or torch.compiler.is_compiling():
+        if (
+            not isinstance(state, LinearState)
+            or not (k is None and v is None and key_mask is None)
+            or q.dim() != 4
+            or not 0 < q.shape[2] <= STEP
+            or torch.compiler.is_compiling()
+        ):
             return super().step(q, k, v, state, key_mask=key_mask, scale=scale, donate=donate)
-        assert isinstance(state, LinearState)
         prepared = _threads.looks.get(self)
         if (
             prepared is not None
@@ -446,8 +452,7 @@ class KernelMechanism(Mechanism):
             prepared.last = ref(state)
             return prepared.step.look(q, sums), state
         found = super().step(q, None, None, state, scale=scale)
-        if q.dim() == 4 and q.shape[2]:
-            _remember(_threads.looks, self, _prepared(self, q, *self._no_keys(q, state), scale))
+        _remember(_threads.looks, self, _prepared(self, q, *self._no_keys(q, state), scale))
         return found
 
     @abstractmethod
