@@ -348,7 +348,9 @@ def test_short_calls_are_repeated_within_a_sample():
             pass
 
     times = timing.interleave({Case("short"): short, Case("long"): long}, 3, 60.0)
-    assert counts == {"short": 1 + 2 * timing.MOST_REPEATS, "long": 3}
+    repeats = (counts.pop("short") - 1) / 2  # in two of three rounds; the first call was timed
+    # An empty call takes no sixteenth of the least sample, however busy the machine is.
+    assert 16 < repeats <= timing.MOST_REPEATS and counts == {"long": 3}
     assert max(times[Case("short")]) < timing.SHORT <= min(times[Case("long")])
 
 
