@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <functional>
 
 #if defined(__linux__)
 #include <sys/mman.h>

@@ -44,7 +44,6 @@ template <class Work>
 // A thread's memory, kept from call to call.
 struct Arena {
   std::vector<float> held;
-  size_t used = 0;
   float* base() {
     auto at = reinterpret_cast<uintptr_t>(held.data());
     return held.data() + (64 - at % 64) % 64 / sizeof(float);
