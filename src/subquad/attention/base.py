@@ -8,16 +8,17 @@ once for all, merges leading dimensions into B and refuses what is not declared.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.masks import MASK_KINDS, Mask
+from subquad.attention.masks import Mask
 from subquad.attention.outside import by_calls
 from subquad.attention.partial import Partial, combine
 from subquad.errors import (
@@ -27,6 +28,7 @@ from subquad.errors import (
     ShapeError,
     UnsupportedError,
 )
+from subquad.kernels.precision import autocast_dtype, own_precision
 from subquad.options import Config, format_value
 from subquad.shapes import KeyMask, Keys, Output, Queries, Values, Weights
 
@@ -43,7 +45,7 @@ __all__ = [
     "Support",
     "computed_again",
     "continued",
-    "own_precision",
+    "own_device",
     "penalties",
 ]
 
@@ -497,7 +499,7 @@ class Mechanism(nn.Module, ABC):
             return nothing.expand(*lead, *q.shape[1:3], v.shape[-1])
         with own_precision(q):
             out = self._attend(q, k, v, mask, self._scale(scale))
-        return out.reshape(*lead, *out.shape[1:])
+        return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
     def partial(
         self,
@@ -695,8 +697,7 @@ class Mechanism(nn.Module, ABC):
         Of this mechanism alone, without those inside of it: `penalties` adds all of a model's,
         each once. Differentiable; not weighted.
         """
-        own = next((t for t in (*self.parameters(), *self.buffers())), None)
-        return torch.zeros((), device=None if own is None else own.device)
+        return torch.zeros((), device=own_device(self))
 
     def extra_repr(self) -> str:
         kv = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
@@ -759,7 +760,7 @@ class Mechanism(nn.Module, ABC):
             raise DtypeError(f"q must be one of {_names(FLOATS)}, given {q.dtype}")
         if q.shape[-2] == 0:
             raise ShapeError(f"q must have at least one query, given {tuple(q.shape)}")
-        own = next((t.device for t in (*self.parameters(), *self.buffers())), None)
+        own = own_device(self)
         if own is not None and own != q.device:
             raise DeviceError(
                 f"q is on {q.device}, {self.name} is on {own}; move one with .to(...)"
@@ -768,8 +769,8 @@ class Mechanism(nn.Module, ABC):
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask
     ) -> tuple[Tensor, Tensor, Tensor, Mask, tuple[int, ...]]:
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
+        dtype = autocast_dtype(q)
+        if dtype is not None:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         self._check_queries(q)
         lead = tuple(q.shape[:-3])
@@ -793,9 +794,8 @@ class Mechanism(nn.Module, ABC):
             raise ShapeError(
                 f"k and v must have one length S ≥ 1, given {k.shape[-2]} and {v.shape[-2]}"
             )
-        for kind in MASK_KINDS:
-            if kind in mask.kinds():
-                self._need(kind, getattr(self.capabilities, kind))
+        for kind in mask.kinds():
+            self._need(kind, getattr(self.capabilities, kind))
         queries, keys = q.shape[-2], k.shape[-2]
         if queries != keys:
             self._need("cross", self.capabilities.cross)
@@ -804,14 +804,15 @@ class Mechanism(nn.Module, ABC):
             raise ShapeError(
                 f"dense mask must have H={self.num_heads} heads or 1, given {mask.dense.shape[1]}"
             )
-        merge = (-1,) if lead or q.dim() > 3 else (1,)
-        q, k, v = (t.reshape(*merge, *t.shape[-3:]) for t in (q, k, v))
+        if len(lead) != 1:
+            q, k, v = (t.reshape(math.prod(lead), *t.shape[-3:]) for t in (q, k, v))
         return q, k, v, mask, lead
 
     def _check_read(self, q: Tensor, state: State | None) -> tuple[Tensor, tuple[int, ...]]:
         """Queries (B, H, L, D) that fit the state to be read, and their leading dimensions."""
-        if torch.is_autocast_enabled(q.device.type):
-            q = q.to(torch.get_autocast_dtype(q.device.type))
+        dtype = autocast_dtype(q)
+        if dtype is not None:
+            q = q.to(dtype)
         self._check_queries(q)
         flat = q.reshape(-1, *q.shape[-3:])
         self._check_state(state, flat)
@@ -831,6 +832,16 @@ class Mechanism(nn.Module, ABC):
                 )
             if tensor.device != q.device:
                 raise DeviceError(f"the state is on {tensor.device}, q is on {q.device}")
+
+
+def own_device(module: nn.Module) -> torch.device | None:
+    """That of a module's parameters and buffers; None where it has none."""
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    return tensor.device
+    return None
 
 
 def penalties(module: nn.Module) -> Tensor:
@@ -868,13 +879,6 @@ def penalties(module: nn.Module) -> Tensor:
 def computed_again() -> bool:
     """Whether a checkpoint computes this again, within a backward pass: it has counted then."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
-
-
-def own_precision(q: Tensor) -> AbstractContextManager[object]:
-    """Autocast has cast the inputs by now; inside, mechanisms choose their own precision."""
-    if torch.is_autocast_enabled(q.device.type):
-        return torch.autocast(q.device.type, enabled=False)
-    return nullcontext()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from subquad import registry
 from subquad.attention.masks import Mask
 from subquad.attention.torch_masks import as_mask
 from subquad.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+from subquad.kernels.precision import autocast_dtype
 from subquad.options import Config, Spec, number_problem
 
 __all__ = ["MultiheadAttention"]
@@ -370,7 +371,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
             if x.device != own.device:
                 raise DeviceError(f"{name} is on {x.device}, the module is on {own.device}")
-            if x.dtype != own.dtype and not torch.is_autocast_enabled(x.device.type):
+            if x.dtype != own.dtype and autocast_dtype(x) is None:
                 raise DtypeError(f"{name} must have the module's {own.dtype}, given {x.dtype}")
         if key.shape[:-1] != value.shape[:-1]:
             raise ShapeError(

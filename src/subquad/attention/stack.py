@@ -31,6 +31,7 @@ from subquad.errors import (
     UnsupportedError,
     nearest,
 )
+from subquad.kernels.precision import autocast_dtype
 from subquad.options import (
     Config,
     Spec,
@@ -611,7 +612,7 @@ class _Stack(nn.Module):
         own = next((p for p in self.parameters() if p.dim() > 1), x)  # norms may be kept wider
         if x.device != own.device:
             raise DeviceError(f"{name} is on {x.device}, the stack is on {own.device}")
-        if x.dtype != own.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != own.dtype and autocast_dtype(x) is None:
             raise DtypeError(f"{name} must have the stack's {own.dtype}, given {x.dtype}")
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.kernels.linear import LOG2E
+from subquad.kernels.precision import own_precision
 
 __all__ = ["EMPTY", "UNBOUNDED", "Layout", "block_softmax"]
 
@@ -425,7 +426,7 @@ def _block_softmax(
         q, k, v, table, key, segment_q, segment_k, block, left, right, aligned, span, causal,
         offset, dilation, skip, width, scale,
     )  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         out, lse = forward(p, need_lse)
     heads = (-1, q.shape[1])
     out = out.to(v.dtype).flatten(0, 1).unflatten(0, heads)
@@ -469,7 +470,7 @@ def _block_softmax_backward(
 
     if out_bar is None:
         out_bar = torch.zeros_like(out)
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         bars = backward(
             p,
             rows(out),

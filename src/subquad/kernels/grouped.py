@@ -24,6 +24,7 @@ from torch import Tensor
 
 from subquad.kernels.block import EMPTY, SCORE_BYTES
 from subquad.kernels.linear import LOG2E
+from subquad.kernels.precision import own_precision
 
 __all__ = ["PairBias", "PairClosed", "grouped_softmax", "joint_softmax", "of_tokens"]
 
@@ -122,7 +123,7 @@ def _without_autocast(
 
     @functools.wraps(run)
     def wrapped(p: _Problem, /, *rest: P.args, **named: P.kwargs) -> tuple[Tensor, ...]:
-        with torch.autocast(p.q.device.type, enabled=False):
+        with own_precision(p.q):
             return run(p, *rest, **named)
 
     return wrapped

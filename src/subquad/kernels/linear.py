@@ -328,6 +328,8 @@ class Problem:
         clip: 0, or for signed maps the least normaliser in units of the keys' mass.
         absorb: keys that every later query reads (phase 1): S for a bidirectional call.
         borrow: the new state may share tensors that did not change with the old one.
+        new_state: whether the state behind the last key, and what `backward` needs, are asked
+            for: without, a result may hold empty tensors in their place.
     """
 
     q: Tensor
@@ -342,6 +344,7 @@ class Problem:
     clip: float
     absorb: int
     borrow: bool = False
+    new_state: bool = True
     work: Workspace = field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from subquad.kernels.linear import (
     causal_chunk,
     forward,
 )
+from subquad.kernels.precision import own_precision
 
 __all__ = ["linear_attention", "linear_attention_functions"]
 
@@ -62,13 +63,14 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, wq: Tensor, bq: Tensor | None, wk: Tensor,
     bk: Tensor | None, key_bias: Tensor | None, key_mask: Tensor | None, state: State | None,
     activation: str, quad: float, clip: float, absorb: int, keep: int, backend: str,
-    borrow: bool = False,
+    borrow: bool = False, new_state: bool = True,
 ) -> Result:  # fmt: skip
-    with torch.autocast(q.device.type, enabled=False):  # sums stay in float32
-        query_map, key_map = _maps(q, wq, bq, wk, bk, activation)
-        p = Problem(
-            q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb, borrow
-        )  # fmt: skip
+    query_map, key_map = _maps(q, wq, bq, wk, bk, activation)
+    p = Problem(
+        q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb, borrow,
+        new_state,
+    )  # fmt: skip
+    with own_precision(q):
         return engine(backend).forward(p, keep)
 
 
@@ -129,7 +131,7 @@ def _linear_attention_backward(
     state = None if c0 is None else (s, z, c0, mass)
     p = Problem(q, k, v, query_map, key_map, key_bias, key_mask, state, quad, clip, absorb)
     result = Result(out, den, scale, (s, z, c, mass), (hs, hz, hc), flags)
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q):
         g = engine(backend).backward(
             p, result, out_bar, den_bar, s_bar, z_bar, need[4], keep
         )  # fmt: skip
@@ -196,13 +198,14 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, wq: Tensor, bq: Tensor | None, wk: Tensor,
     bk: Tensor | None, *, activation: str = "exp", quad: float = 0.0, clip: float = 0.0,
     absorb: int, key_bias: Tensor | None = None, key_mask: Tensor | None = None,
-    state: State | None = None,
+    state: State | None = None, new_state: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, State]:  # fmt: skip
     """Linear attention with φ = activation(xW + b); see `subquad.kernels.linear.Problem`.
 
     Returns:
-        out (B, H, L, V), den (B, H, L), log2 scale of den (B, H, L), new state. Gradients
-        flow through all but the scales.
+        out (B, H, L, V), den (B, H, L), log2 scale of den (B, H, L), new state, for which a
+        caller who does not need it says ``new_state=False``. Gradients flow through all but the
+        scales.
     """
     s, z, c, mass = state if state is not None else (None, None, None, None)
     tensors = (q, k, v, wq, bq, wk, bk, key_bias, s, z)
@@ -214,7 +217,7 @@ def linear_attention(
     if not save and not torch.compiler.is_compiling():  # the operator's overhead for nothing
         r = _run(
             q, k, v, wq, bq, wk, bk, key_bias, key_mask, state, activation, quad, clip, absorb,
-            0, backend if has_data(q) else "torch", borrow=True,
+            0, backend if has_data(q) else "torch", borrow=True, new_state=new_state,
         )  # fmt: skip
         return r.out, r.den, r.scale, r.state
     out, den, scale, s, z, c, mass, *_ = _linear_attention(
@@ -248,7 +251,7 @@ class _Functions(torch.autograd.Function):
         result = Result(out, den, scale, (s, z, c, mass), (hs, hz, hc), flags)
         if out_bar is None:
             out_bar = torch.zeros_like(out)
-        with torch.autocast(q.device.type, enabled=False):  # backward() may run inside autocast
+        with own_precision(q):  # backward() may run inside autocast
             need = ctx.needs_input_grad[5]
             keep = causal_chunk(p.features)
             g: Gradients = backward(p, result, out_bar, den_bar, s_bar, z_bar, need, keep)

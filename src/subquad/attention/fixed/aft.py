@@ -18,13 +18,13 @@ from subquad.attention.base import (
     Mechanism,
     State,
     continued,
-    own_precision,
 )
 from subquad.attention.exact.engine import clear, sums_dtype
 from subquad.attention.masks import Mask
 from subquad.errors import OptionError, ShapeError
 from subquad.kernels.aft import Rest, channel_average
 from subquad.kernels.linear import EMPTY
+from subquad.kernels.precision import own_precision
 from subquad.options import Config, choice_problem, flag_problem, idle_problem, integer_problem
 from subquad.shapes import KeyMask, Keys, Queries
 

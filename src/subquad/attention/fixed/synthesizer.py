@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State
+from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, State, own_device
 from subquad.attention.exact.engine import (
     KeyValueState,
     as_partial,
@@ -328,7 +328,7 @@ class Synthesizer(Mechanism):
     def mixing_weights(self) -> Tensor:
         """α (Hkv, number of kinds), in the order of `kinds`; rows sum to one."""
         if len(self.config.kinds) == 1:
-            device = next((t.device for t in (*self.parameters(), *self.buffers())), None)
+            device = own_device(self)
             return torch.ones(self.num_kv_heads, 1, device=device)
         return torch.softmax(self.get_parameter("mixture"), -1)
 

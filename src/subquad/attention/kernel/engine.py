@@ -167,13 +167,13 @@ def _flat(state: LinearState | None, value_dim: int | None) -> Flat | None:
 
 def _call(
     maps: FeatureMaps, q: Tensor, k: Tensor, v: Tensor, absorb: int, key_mask: Tensor | None,
-    state: Flat | None,
+    state: Flat | None, new_state: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Flat]:  # fmt: skip
     if isinstance(maps, LinearFeatures):
         return linear_attention(
             q, k, v, maps.wq, maps.bq, maps.wk, maps.bk,
             activation=maps.activation, quad=maps.quad, clip=maps.clip, absorb=absorb,
-            key_bias=maps.key_bias, key_mask=key_mask, state=state,
+            key_bias=maps.key_bias, key_mask=key_mask, state=state, new_state=new_state,
         )  # fmt: skip
     if isinstance(maps, SignedFeatures):
         return _signed(maps, q, k, v, absorb, key_mask, state)
@@ -565,7 +565,9 @@ class KernelMechanism(Mechanism):
                 f"prefill needs L ≤ S, given L={queries} queries for S={keys} new keys"
             )
         before = _flat(state, v.shape[-1])
-        out, den, log_scale, sums = _call(maps, q, k, v, keys - queries, key_mask, before)
+        out, den, log_scale, sums = _call(
+            maps, q, k, v, keys - queries, key_mask, before, new_state=True
+        )
         shape = (k.shape[0], k.shape[1])
         s, z, c, mass = (t.unflatten(0, shape) for t in sums)
         seen = 0 if state is None else state.length

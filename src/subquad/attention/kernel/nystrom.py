@@ -41,6 +41,7 @@ from subquad.features.gauges import (
     moments,
     pool_moments,
 )
+from subquad.kernels.precision import own_precision
 from subquad.options import Config, choice_problem, integer_problem, number_problem
 
 __all__ = ["KernelNystrom", "KernelNystromConfig"]
@@ -363,7 +364,7 @@ class KernelNystrom(KernelMechanism):
         """
         joined = Mask.of(causal=causal, key_mask=key_mask, mask=mask)
         q, k, v, joined, lead = self._check(q, k, v, joined)
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q):
             part = self._partial(q, k, v, joined, self._scale(scale), clipped=True)
         return Partial(
             *(t.reshape(*lead, *t.shape[1:]) for t in (part.num, part.den, part.log_scale))

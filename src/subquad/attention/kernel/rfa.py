@@ -347,8 +347,9 @@ class RFA(KernelMechanism):
                 state = _decay(state, total.flatten(0, 1)[..., None])
             first = absorb if t == 0 else 0
             out, den, log_scale, state = _call(
-                replace(maps, key_bias=bias.to(x.dtype)), queries, ks, values, first, open_, state
-            )
+                replace(maps, key_bias=bias.to(x.dtype)), queries, ks, values, first, open_, state,
+                new_state=True,
+            )  # fmt: skip
             if out.requires_grad and bias.requires_grad:
                 if open_ is not None:
                     bias = bias.masked_fill(~open_[:, None], EMPTY)

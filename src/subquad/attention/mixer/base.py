@@ -20,7 +20,7 @@ from subquad.attention.base import (
     Capabilities,
     Mechanism,
     State,
-    own_precision,
+    own_device,
 )
 from subquad.attention.exact.engine import sums_dtype
 from subquad.attention.masks import MASK_KINDS, Mask
@@ -31,6 +31,7 @@ from subquad.errors import (
     ShapeError,
     UnsupportedError,
 )
+from subquad.kernels.precision import autocast_dtype, own_precision
 from subquad.options import format_value, integer_problem
 from subquad.shapes import KeyMask
 
@@ -258,13 +259,14 @@ class Mixer(Mechanism):
 
     def _checked_tokens(self, x: Tensor, mask: Mask) -> tuple[Tensor, Mask, tuple[int, ...]]:
         """x (B, L, C), the mask merged likewise, and the leading dimensions."""
-        own = next((t.device for t in (*self.parameters(), *self.buffers())), None)
+        own = own_device(self)
         if own is not None and own != x.device:
             raise DeviceError(
                 f"x is on {x.device}, {self.name} is on {own}; move one with .to(...)"
             )
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        dtype = autocast_dtype(x)
+        if dtype is not None:
+            x = x.to(dtype)
         if x.dim() < 2 or x.shape[-1] != self.embed_dim:
             raise ShapeError(f"x must be (..., L, C={self.embed_dim}), given {tuple(x.shape)}")
         if x.dtype not in FLOATS:

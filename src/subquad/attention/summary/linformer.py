@@ -16,12 +16,12 @@ from subquad.attention.base import (
     Info,
     Mechanism,
     Support,
-    own_precision,
 )
 from subquad.attention.exact.engine import clear, sums_dtype
 from subquad.attention.masks import Mask
 from subquad.attention.summary.engine import summary_attention
 from subquad.errors import OptionError, ShapeError
+from subquad.kernels.precision import own_precision
 from subquad.options import Config, choice_problem, integer_problem, number_problem
 from subquad.shapes import KeyMask, Keys, Queries, Values
 

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
 from subquad.attention.summary.kmeans import coded
 from subquad.kernels.native import clusters as native
+from subquad.kernels.precision import own_precision
 
 __all__ = ["ABSENT", "SPREAD", "Tables", "Window", "read"]
 
@@ -266,7 +267,7 @@ class _Read(torch.autograd.Function):
         tensors, fixed = ctx.saved_tensors, ctx.fixed
         bars = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
         # backward() may run inside autocast
-        with torch.autocast(out_bar.device.type, enabled=False):
+        with own_precision(out_bar):
             for heads, blocks in _chunks(fixed, tensors[0]):
                 pieces = _pieces(fixed, heads, blocks, tensors)
                 parts = [t[at] for t, at in zip(tensors, pieces, strict=True)]

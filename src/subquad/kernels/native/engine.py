@@ -69,6 +69,9 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
 
+NONE = torch.empty(0)
+"""In the place of results that were not asked for."""
+
 WORTH = 20_000_000
 """Operations that a further thread is worth: its start takes as long as a tenth of them."""
 
@@ -143,10 +146,6 @@ def forward(p: Problem, keep: int) -> Result:
         return linear.forward(p, keep)
     held: list[Tensor] = []
     call = _call(p, held, keep)
-    new = p.q.new_empty
-    shape, width = (p.rows, p.features), p.features if p.log else 1
-    s, z = new(*shape, p.value, dtype=torch.float32), new(*shape, 1, dtype=torch.float32)
-    c, mass = new(p.rows, 1, width, dtype=torch.float32), new(p.rows, 1, 1, dtype=torch.float32)
     if p.state is not None:
         before = [t.to(torch.float32).contiguous() for t in p.state]
         held += before
@@ -154,15 +153,24 @@ def forward(p: Problem, keep: int) -> Result:
     out = p.v.new_empty(*p.q.shape[:-1], p.value)
     den = p.q.new_empty(p.q.shape[:-1], dtype=torch.float32)
     scale = torch.empty_like(den)
+    _fresh(native, out)
+    call.out = _tensor(out)
+    call.den, call.scale = den.data_ptr(), scale.data_ptr()
+    if not p.new_state:
+        if native.subquad_forward(ctypes.byref(call)):
+            return linear.forward(p, keep)
+        return Result(out, den, scale, (NONE,) * 4, (NONE,) * 3, NONE)
+    new = p.q.new_empty
+    shape, width = (p.rows, p.features), p.features if p.log else 1
+    s, z = new(*shape, p.value, dtype=torch.float32), new(*shape, 1, dtype=torch.float32)
+    c, mass = new(p.rows, 1, width, dtype=torch.float32), new(p.rows, 1, 1, dtype=torch.float32)
     kept = -(-(p.keys - p.absorb) // keep) if keep else 0
     history = (
         s.new_empty(kept, *s.shape),
         z.new_empty(kept, *z.shape),
         c.new_empty(kept, *c.shape),
     )
-    _fresh(native, out, *history)
-    call.out = _tensor(out)
-    call.den, call.scale = den.data_ptr(), scale.data_ptr()
+    _fresh(native, *history)
     call.s, call.z, call.c, call.mass = (t.data_ptr() for t in (s, z, c, mass))
     call.s_history, call.z_history, call.c_history = (t.data_ptr() for t in history)
     if native.subquad_forward(ctypes.byref(call)):

@@ -111,6 +111,7 @@ class Row {
         wide_v(padded(V)),
         wide_m(padded(M)),
         in_place(!training && call.queries + call.keys < 64 && ready(call.query) && ready(call.key)),
+        one_map(same(call.query, call.key)),
         room([&](Room& r) { lay(r, training); }) {
     pk = pks;
     lwq = lwk = lm;
@@ -121,7 +122,12 @@ class Row {
       clear(bk, wide_m);
     } else {
       fill(call.query, wq_copy, bq, training ? wq_t : nullptr);
-      fill(call.key, wk_copy, bk, training ? wk_t : nullptr);
+      if (one_map) {
+        wk_copy = wq_copy, wk_t = wq_t;
+        std::memcpy(bk, bq, wide_m * sizeof(float));
+      } else {
+        fill(call.key, wk_copy, bk, training ? wk_t : nullptr);
+      }
       wq = wq_copy, wk = wk_copy;
     }
     if (exponential()) std::fill(bk + M, bk + wide_m, NOWHERE);
@@ -163,6 +169,7 @@ class Row {
   }
 
   void end() {
+    if (!call.s) return;  // nobody asked for it
     keep_state(call.s + n * M * V, call.z + n * M, exponential() ? call.c + n * M : nullptr);
     if (!exponential()) call.c[n] = 0;
     call.mass[n] = mass;
@@ -259,7 +266,7 @@ class Row {
         below(t, wide_v, inner, y.data, y.pitch, num, lv);
         answer(g, from, t);
       }
-      enter(t);
+      if (i + t < call.keys || call.s) enter(t);
     }
     return true;
   }
@@ -480,6 +487,7 @@ class Row {
   const Call& call;
   const int64_t n, b, h, D, V, M, most, ld, lv, lm, lt, wide_d, wide_v, wide_m;
   const bool in_place;  // a few tokens read W where it is: to copy it would be most of the work
+  const bool one_map;   // of queries and keys
   const float *wq, *wk;
   int64_t lwq, lwk;
   float *wq_copy, *wk_copy, *wq_t, *wk_t, *bq, *bk, *s, *z, *c, *level, *s_t, *s_bar, *s_bar_t, *z_bar, *after;
@@ -502,7 +510,7 @@ class Row {
 
   void lay(Room& r, bool training) {
     const int64_t T = most + ROWS, C = call.causal_chunk + W;
-    r.take(wq_copy, in_place ? 0 : wide_d * lm), r.take(wk_copy, in_place ? 0 : wide_d * lm);
+    r.take(wq_copy, in_place ? 0 : wide_d * lm), r.take(wk_copy, in_place || one_map ? 0 : wide_d * lm);
     r.take(bq, wide_m), r.take(bk, wide_m), r.take(fading, wide_m);
     r.take(s, wide_m * lv), r.take(z, wide_m), r.take(c, wide_m), r.take(level, wide_m);
     r.take(x_copy, T * ld), r.take(xk_copy, T * ld), r.take(y_copy, T * lv);
@@ -514,7 +522,7 @@ class Row {
       if (training) r.take(pair, C * lt), r.take(y_t, wide_v * lt);
     }
     if (!training) return;
-    r.take(wq_t, wide_m * ld), r.take(wk_t, wide_m * ld), r.take(s_t, wide_v * lm);
+    r.take(wq_t, wide_m * ld), r.take(wk_t, one_map ? 0 : wide_m * ld), r.take(s_t, wide_v * lm);
     r.take(s_bar, wide_m * lv), r.take(s_bar_t, wide_v * lm), r.take(z_bar, wide_m);
     r.take(after, wide_m), r.take(gr, T * lv), r.take(o_copy, T * lv), r.take(delta, T);
     r.take(bar, T * lm), r.take(key_bar, T * lm), r.take(x_bar, T * ld);
@@ -527,6 +535,12 @@ class Row {
 
   bool ready(const Side& side) const {
     return side.feature == 1 && !side.bias && side.unit == 1 && M % W == 0;
+  }
+
+  static bool same(const Side& a, const Side& b) {
+    return a.w == b.w && a.batch == b.batch && a.head == b.head && a.width == b.width &&
+           a.feature == b.feature && a.bias == b.bias && a.bias_batch == b.bias_batch &&
+           a.bias_head == b.bias_head && a.bias_feature == b.bias_feature && a.unit == b.unit;
   }
 
   const float* own(const Side& side) const { return side.w + b * side.batch + h * side.head; }
