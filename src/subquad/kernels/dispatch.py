@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
 
 from subquad.errors import UnknownNameError, UnsupportedError, nearest
 from subquad.kernels import triton
@@ -38,7 +36,6 @@ __all__ = [
     "explain_block",
     "forced",
     "forget",
-    "has_data",
     "plan",
     "use",
 ]
@@ -183,11 +180,6 @@ def plan(
     """Backend and `Choice.keep` of a call; in a compiled graph, those of its first trace."""
     choice = choose(device, q, v, activation, features, clip, weighted)
     return choice.backend, choice.keep
-
-
-def has_data(tensor: Tensor) -> bool:
-    """Whether there are numbers behind a tensor: not in fake mode, nor in a transform."""
-    return not isinstance(tensor, FakeTensor) and peek_interpreter_stack() is None
 
 
 def _choose(forced: str | None, call: _Call) -> Choice:

@@ -42,6 +42,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from subquad.kernels.memory import large_pages
+
 __all__ = [
     "ACTIVATIONS",
     "EMPTY",
@@ -225,16 +227,10 @@ class LinearMap:
     def apply(self, x: Tensor, work: Workspace, name: str, offset: Tensor | None = None) -> Tensor:
         rows = x.shape[0], x.shape[1]
         u = work.get(name, *rows, self.scaled.shape[-1])
-        first, second = (self.bias, offset) if self.bias is not None else (offset, None)
-        if first is None:
-            self._product(x, u)
-        elif x.shape[1] < x.shape[2]:
-            self._product(x, u)
-            u.add_(first)
-        else:  # one pass over u less than adding afterwards
-            torch.baddbmm(first, x, self.weight, out=u)
-        if second is not None:
-            u.add_(second)
+        self._product(x, u)
+        for added in (self.bias, offset):
+            if added is not None:
+                u.add_(added)
         if self.activation is None:
             return u
         if self.activation.expand == 1:
@@ -384,7 +380,8 @@ class Problem:
             x, y = x.masked_fill(closed, 0.0), y.masked_fill(closed, 0.0)
         weight = None
         if self.quad != 0.0:
-            weight = _dot(self, x, x).mul_(-self.quad * LOG2E)
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            weight = norm.square_().mul_(-self.quad * LOG2E)
         if self.key_bias is not None:
             bias = self.key_bias[:, :, i:j].reshape(self.rows, j - i, 1).to(self.dtype) * LOG2E
             weight = bias if weight is None else weight.add_(bias)
@@ -533,6 +530,7 @@ def forward(p: Problem, keep: int) -> Result:
     out = p.v.new_empty(*p.q.shape[:-1], p.value)
     den = p.q.new_empty(p.q.shape[:-1], dtype=p.dtype)
     scale = torch.empty_like(den)
+    large_pages(out)
     views = [
         t.unflatten(1, (p.kv, p.groups)) for t in (out, den.unsqueeze(-1), scale.unsqueeze(-1))
     ]
@@ -544,14 +542,15 @@ def forward(p: Problem, keep: int) -> Result:
         (p.rows, p.groups, p.queries if keep else 0), dtype=torch.bool, device=s.device
     )
     step = max(1, step // p.groups)
+    sums = torch.cat([s, z], -1) if p.answered > 0 else s  # one product gives both
     for i in range(0, p.answered, step):
         j = min(i + step, p.answered)
         phi, top = p.query_features(p.query(i, j), c)
-        part = _dot(p, phi, z.transpose(1, 2))
+        both = torch.bmm(phi, sums, out=p.work.get("both", p.rows, phi.shape[1], p.value + 1))
+        num, part = both.split([p.value, 1], -1)
         if p.clip:
             _flag(flags, i, j, part < p.clip * mass)
             part = torch.maximum(part, p.clip * mass)
-        num = torch.bmm(phi, s, out=p.work.get("out", p.rows, phi.shape[1], p.value))
         _divide(p, num, part, views[0][:, :, :, i:j])
         views[1][:, :, :, i:j] = p.split(part)
         views[2][:, :, :, i:j] = p.split(top)
@@ -749,6 +748,7 @@ def backward(
         else s_bar.clone(),
         p.q.new_zeros(p.rows, p.features, 1, dtype=p.dtype) if z_bar is None else z_bar.clone(),
     )
+    large_pages(grads.q, grads.k, grads.v)
     outer = _Outer(p, result, out_bar, den_bar)
     s, z, c, _ = result.state
     after = c

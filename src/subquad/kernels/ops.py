@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.kernels.dispatch import engine, has_data, plan
+from subquad.kernels.dispatch import engine, plan
 from subquad.kernels.linear import (
     ACTIVATIONS,
     FunctionMap,
@@ -25,6 +25,7 @@ from subquad.kernels.linear import (
     causal_chunk,
     forward,
 )
+from subquad.kernels.memory import has_data
 from subquad.kernels.precision import own_precision
 
 __all__ = ["linear_attention", "linear_attention_functions"]

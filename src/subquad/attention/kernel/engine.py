@@ -24,8 +24,9 @@ from subquad.attention.masks import Mask
 from subquad.attention.outside import Side, outside
 from subquad.attention.partial import Partial, combine
 from subquad.errors import OptionError, ShapeError
-from subquad.kernels.dispatch import choose, forced, has_data
+from subquad.kernels.dispatch import choose, forced
 from subquad.kernels.linear import ACTIVATIONS, LN2
+from subquad.kernels.memory import has_data
 from subquad.kernels.native.engine import DTYPES
 from subquad.kernels.native.step import Step, Sums
 from subquad.kernels.ops import linear_attention, linear_attention_functions

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from subquad.kernels.dispatch import forced, has_data
+from subquad.kernels.dispatch import forced
+from subquad.kernels.memory import has_data
 from subquad.kernels.native.engine import WORTH
 from subquad.kernels.native.library import library
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from subquad.kernels import linear
 from subquad.kernels.linear import Gradients, LinearMap, Problem, Result
+from subquad.kernels.memory import large_pages
 from subquad.kernels.native.library import library
 
 __all__ = ["ACTIVATIONS", "DTYPES", "KEEP", "backward", "forward"]
@@ -74,18 +75,6 @@ NONE = torch.empty(0)
 
 WORTH = 20_000_000
 """Operations that a further thread is worth: its start takes as long as a tenth of them."""
-
-LARGE = 1 << 22
-"""Bytes from which new memory is asked for in large pages."""
-
-
-def _fresh(native: ctypes.CDLL, *tensors: Tensor) -> None:
-    """Tells the system that memory which was just allocated will be written from end to end."""
-    for tensor in tensors:
-        if tensor.nbytes >= LARGE:
-            native.subquad_large_pages(
-                ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes)
-            )
 
 
 def _tensor(tensor: Tensor) -> _Tensor:
@@ -153,7 +142,7 @@ def forward(p: Problem, keep: int) -> Result:
     out = p.v.new_empty(*p.q.shape[:-1], p.value)
     den = p.q.new_empty(p.q.shape[:-1], dtype=torch.float32)
     scale = torch.empty_like(den)
-    _fresh(native, out)
+    large_pages(out)
     call.out = _tensor(out)
     call.den, call.scale = den.data_ptr(), scale.data_ptr()
     if not p.new_state:
@@ -170,7 +159,7 @@ def forward(p: Problem, keep: int) -> Result:
         z.new_empty(kept, *z.shape),
         c.new_empty(kept, *c.shape),
     )
-    _fresh(native, *history)
+    large_pages(*history)
     call.s, call.z, call.c, call.mass = (t.data_ptr() for t in (s, z, c, mass))
     call.s_history, call.z_history, call.c_history = (t.data_ptr() for t in history)
     if native.subquad_forward(ctypes.byref(call)):
@@ -192,7 +181,7 @@ def backward(
     call = _call(p, held, keep)
     plain = torch.contiguous_format
     q_bar, k_bar, v_bar = (torch.empty_like(t, memory_format=plain) for t in (p.q, p.k, p.v))
-    _fresh(native, q_bar, k_bar, v_bar)
+    large_pages(q_bar, k_bar, v_bar)
     bias_bar = p.k.new_empty(p.k.shape[:-1], dtype=torch.float32) if need_bias else None
     s, z, c, mass = (t.contiguous() for t in result.state)
     shape = (p.rows, p.features)

@@ -8,10 +8,6 @@
 #include <algorithm>
 #include <atomic>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "threads.h"
 #include "vectors.h"
 
@@ -70,18 +66,6 @@ struct Call {
 namespace {
 
 // ---- memory ---------------------------------------------------------------------------------
-
-// Results that were just allocated are written once: in pages of 2 MiB the system has to give
-// them out, and to look them up, five hundred times less often. Where it cannot, nothing happens.
-void large_pages(const void* p, size_t bytes) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t page = 2 << 20;
-  const uintptr_t from = ((uintptr_t)p + page - 1) / page * page, to = ((uintptr_t)p + bytes) / page * page;
-  if (from < to) madvise((void*)from, to - from, MADV_HUGEPAGE);
-#else
-  (void)p, (void)bytes;
-#endif
-}
 
 // Rows of floats: a tensor's own where they can be read as they are, or a copy of them.
 struct Rows {
@@ -1005,8 +989,6 @@ extern "C" {
 API int subquad_version() { return 1; }
 
 API int subquad_call_size() { return (int)sizeof(Call); }
-
-API void subquad_large_pages(const void* p, int64_t bytes) { large_pages(p, (size_t)bytes); }
 
 // 0, or 1 where a causal row underflowed: the results are then not to be used.
 API int subquad_forward(const Call* given) {
