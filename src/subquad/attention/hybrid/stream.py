@@ -37,13 +37,17 @@ from torch.nn import functional as F
 from subquad.attention.base import State
 from subquad.attention.exact.engine import clear, softmax_weights, sums_dtype
 from subquad.attention.masks import Mask
-from subquad.attention.partial import Partial
+from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
 from subquad.errors import DtypeError, ShapeError
+from subquad.kernels.native import held as native
 
 __all__ = ["HeldKeys", "Hold", "stream"]
 
 BLOCK = 8
 """Tokens for which room is made at a time: more is faster, and lets more stand empty."""
+
+SEVERAL = 16
+"""Tokens from which a call is worth what it takes to lay out the held keys for the library."""
 
 DECAY = 0.5 ** (1 / 50)
 """What a mass keeps with each token that passes, a half of it after 50: attention of long ago
@@ -193,17 +197,19 @@ def stream(
     if opened is not None and bool(opened.all()):
         opened = None
     k, v = clear(k, v, Mask(key=opened))
-    new = torch.cat([k, v], -1)
     x = q.to(sums_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
     even = state.even if opened is None else None
     sums = sums or apart or far is not None or even is None  # uneven rows may hold no key yet
     run = _Run(hold, far, scale, k.shape[2] - q.shape[2], k.shape[3], apart, sums)
-    if even is not None:
-        parts, state = run.even(x, new, state, even)
+    several = k.shape[2] >= SEVERAL and not apart and (far is None or even is not None)
+    if several and native.takes(q, k, v, state.kv):
+        parts, state = run.by_library(x, k, v, opened, state, even)
+    elif even is not None:
+        parts, state = run.even(x, torch.cat([k, v], -1), state, even)
     else:
         if opened is None:
             opened = torch.ones(len(k), k.shape[2], dtype=torch.bool, device=k.device)
-        parts, state = run.ragged(x, new, opened, state)
+        parts, state = run.ragged(x, torch.cat([k, v], -1), opened, state)
     merged = {name: Partial(*(t.flatten(1, 2) for t in found)) for name, found in parts.items()}
     return merged, state
 
@@ -228,11 +234,10 @@ class _Run:
         self, x: Tensor, new: Tensor, state: HeldKeys, held: int
     ) -> tuple[dict[str, _Sums], HeldKeys]:
         """All tokens count, and rows hold as many: what is held is a prefix of the places."""
-        size, early = self.hold.size, 0
+        size = self.hold.size
         kv, mass, filled = state.kv, state.mass.clone(), state.held - held
         counts = self.counts(new.shape[2], held)
-        while early < len(counts) and sum(counts[:early]) < self.early:
-            early += 1
+        early = self.unasked(counts)
         # Split, not sliced: the gradient of a slice is as long as all tokens, for every block.
         asked = iter(_split(x, counts[early:], 3))
         pieces: list[dict[str, _Sums]] = []
@@ -254,14 +259,51 @@ class _Run:
             gone.append(away)
         found, behind = _joined(pieces), state.far
         if self.far is not None:
-            found["far"], behind = self.behind(x, counts, early, gone, behind)
+            found["far"], behind = self.behind(x, counts, gone, behind)
         return found, HeldKeys(kv, mass, filled + held, behind, held)
+
+    def by_library(
+        self, x: Tensor, k: Tensor, v: Tensor, opened: Tensor | None, state: HeldKeys,
+        even: int | None,
+    ) -> tuple[dict[str, _Sums], HeldKeys]:  # fmt: skip
+        """By the C++ library."""
+        hold, groups = self.hold, x.shape[1:3]
+        num, log_scale, mass, filled, places, gone = native.attend(
+            x.flatten(1, 2), k, v, opened, state.kv, state.mass, state.held, hold,
+            DECAY**hold.block, self.scale,
+        )  # fmt: skip
+        den = log_scale.new_ones(()).expand_as(log_scale)
+        if even is None:
+            there = log_scale > 0.5 * EMPTY_LOG_SCALE
+            den, log_scale = there.to(den.dtype), log_scale.masked_fill(~there, EMPTY_LOG_SCALE)
+        found = {"held": (num, den, log_scale)}
+        found = {name: tuple(t.unflatten(1, groups) for t in sums) for name, sums in found.items()}
+
+        def of(origins: Tensor) -> Tensor:
+            token = (origins - hold.size).clamp_min(0)
+            came = torch.cat([_pick(k, token), _pick(v, token)], -1)
+            old = _pick(state.kv, origins.clamp_max(hold.size - 1))
+            return torch.where((origins < hold.size)[..., None], old, came)
+
+        behind = state.far
+        if self.far is not None and even is not None:
+            counts, each = self.counts(k.shape[2], even), iter(gone.unbind(2))
+            away: list[Tensor | None] = []
+            for count in counts:
+                even += count
+                away.append(None)
+                if even == hold.size:
+                    even -= hold.block
+                    away[-1] = of(next(each))
+            found["far"], behind = self.behind(x, counts, away, behind)
+        free = torch.arange(hold.size) >= filled[:, None]
+        kv = of(places).masked_fill(free[:, None, :, None], 0.0)
+        return found, HeldKeys(kv, mass, filled, behind, None if even is None else int(filled[0]))
 
     def behind(
         self,
         x: Tensor,
         counts: list[int],
-        early: int,
         gone: Sequence[Tensor | None],
         state: State | None,
     ) -> tuple[_Sums, State | None]:
@@ -271,6 +313,7 @@ class _Run:
         but far fewer calls than two for every block.
         """
         assert self.far is not None
+        early = self.unasked(counts)
         batch, kv_heads, groups, _, head_dim = x.shape
         width = next((t.shape[3] for t in gone if t is not None), 0)
         rows: list[Tensor] = []
@@ -321,6 +364,13 @@ class _Run:
             if held == self.hold.size:
                 held -= self.hold.block
         return found
+
+    def unasked(self, counts: list[int]) -> int:
+        """How many of the first `counts` have no queries."""
+        early = 0
+        while early < len(counts) and sum(counts[:early]) < self.early:
+            early += 1
+        return early
 
     def ragged(
         self, x: Tensor, new: Tensor, opened: Tensor, state: HeldKeys

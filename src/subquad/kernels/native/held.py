@@ -1,0 +1,174 @@
+"""Causal attention over held keys by the C++ library, forward and backward."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from subquad.kernels.dispatch import forced
+from subquad.kernels.memory import has_data
+from subquad.kernels.native.engine import DTYPES, WORTH
+from subquad.kernels.native.library import library
+
+if TYPE_CHECKING:
+    from subquad.attention.hybrid.stream import Hold
+
+__all__ = ["attend", "takes"]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
+    ]
+
+
+class _HeldCall(ctypes.Structure):
+    _fields_ = [
+        *((name, _Rows) for name in ("q", "k", "v", "num", "num_bar", "q_bar", "k_bar", "v_bar")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "open", "state", "mass_in", "held_in", "lse", "mass", "state_bar", "lse_bar",
+                "held", "places", "gone",
+            )
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "batch", "kv", "groups", "tokens", "early", "width", "value", "size", "sinks",
+                "heavy", "block", "most",
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("fading", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+def takes(*given: Tensor) -> bool:
+    """Whether the library can run a call with these tensors."""
+    return (
+        all(t.is_cpu and t.dtype in DTYPES and t.numel() > 0 for t in given)
+        and not torch.compiler.is_compiling()
+        and forced() in (None, "native")
+        and has_data(given[0])
+        and library() is not None
+    )
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, opened: Tensor | None, state: Tensor, mass: Tensor,
+    held: Tensor, hold: Hold, fading: float, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What queries read of the keys held when they come, and what is held at the end.
+
+    Origins count the N places of the state first, then the tokens. Differentiable in q, k, v and
+    the state.
+
+    Args:
+        q: (B, H, L, D), the queries of the last L of S tokens.
+        k, v: (B, Hkv, S, D or V), zero where a token is not open.
+        opened: (B, S) bool, tokens that count, or None.
+        state: (B, Hkv, N, D + V), what is held before, from the front.
+        mass: (B, Hkv, N) of its keys.
+        held: (B,) int64 how many there are.
+        hold: sizes.
+        fading: factor of all masses when keys are let go.
+        scale: of the logits.
+
+    Returns:
+        In float32: outputs (B, H, L, V), the logarithms of their normalisers (B, H, L), which are
+        far below all others where no key is held, and the new masses. In int64: the new `held`,
+        the origins (B, Hkv, N) of what is held then, and those (B, Hkv, times, block) of the keys
+        let go, −1 behind a row's last time.
+    """
+    tensors = [t.to(torch.float32) for t in (q, k, v, state)]
+    found: tuple[Tensor, ...] = _Attend.apply(  # type: ignore[no-untyped-call]  # torch's own
+        (hold, fading, scale), opened, mass, held, *tensors
+    )
+    out, lse, mass, held, places, gone = found
+    return out, lse, mass, held, places, gone.long()
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, options: tuple[Hold, float, float], opened: Tensor | None, mass: Tensor,
+        held: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        hold, native = options[0], library()
+        assert native is not None, "asked before"
+        kept: list[Tensor] = []
+        most = max(0, k.shape[2] + int(held.max()) - hold.size + hold.block) // hold.block
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse, new_mass = q.new_empty(q.shape[:3]), torch.empty_like(mass, dtype=torch.float32)
+        new_held, places = torch.empty_like(held), torch.empty(mass.shape, dtype=torch.int64)
+        gone = torch.full((*k.shape[:2], most, hold.block), -1, dtype=torch.int32)
+        call = _call(options, opened, held, q, k, v, state, gone, kept)
+        call.num, call.lse = _rows(kept, out), lse.data_ptr()
+        call.mass_in = _whole(kept, mass, torch.float32)
+        call.mass, call.held, call.places = (t.data_ptr() for t in (new_mass, new_held, places))
+        native.subquad_held(ctypes.byref(call))
+        ctx.save_for_backward(opened, held, q, k, v, state, out, lse, gone)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(new_mass, new_held, places, gone)
+        return out, lse, new_mass, new_held, places, gone
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_bar: Tensor | None, lse_bar: Tensor | None, *_: Any) -> Any:
+        opened, held, q, k, v, state, out, lse, gone = ctx.saved_tensors
+        native = library()
+        assert native is not None, "asked before"
+        kept: list[Tensor] = []
+        plain = torch.contiguous_format
+        q_bar, k_bar, v_bar, state_bar = bars = [
+            torch.empty_like(t, memory_format=plain) for t in (q, k, v, state)
+        ]
+        call = _call(ctx.options, opened, held, q, k, v, state, gone, kept)
+        call.num, call.lse = _rows(kept, out), lse.data_ptr()
+        call.num_bar = _rows(kept, torch.zeros_like(out) if out_bar is None else out_bar)
+        call.lse_bar = None if lse_bar is None else _whole(kept, lse_bar, torch.float32)
+        call.q_bar, call.k_bar, call.v_bar = (_rows(kept, t) for t in (q_bar, k_bar, v_bar))
+        call.state_bar = state_bar.data_ptr()
+        native.subquad_held_backward(ctypes.byref(call))
+        return None, None, None, None, *bars
+
+
+def _call(
+    options: tuple[Hold, float, float], opened: Tensor | None, held: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, state: Tensor, gone: Tensor, kept: list[Tensor],
+) -> _HeldCall:  # fmt: skip
+    hold, fading, scale = options
+    call = _HeldCall()
+    call.q, call.k, call.v = (_rows(kept, t) for t in (q, k, v))
+    call.open = None if opened is None else _whole(kept, opened, torch.bool)
+    call.state, call.gone = _whole(kept, state, torch.float32), gone.data_ptr()
+    call.held_in = _whole(kept, held, torch.int64)
+    call.batch, call.kv, call.tokens, call.width = k.shape
+    call.groups, call.early = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
+    call.value, call.size, call.most = v.shape[3], hold.size, gone.shape[2]
+    call.sinks, call.heavy, call.block = hold.sinks, hold.heavy, hold.block
+    call.scale, call.fading = scale, fading
+    work = 2 * q.shape[0] * q.shape[1] * q.shape[2] * hold.size * (call.width + call.value)
+    call.threads = min(torch.get_num_threads(), 1 + work // WORTH)
+    return call
+
+
+def _whole(kept: list[Tensor], t: Tensor, dtype: torch.dtype) -> int:
+    """Address of a contiguous tensor, which `kept` keeps alive."""
+    kept.append(t.detach().to(dtype).contiguous())
+    return kept[-1].data_ptr()
+
+
+def _rows(kept: list[Tensor], t: Tensor) -> _Rows:
+    """(B, heads, n, width) whose rows are contiguous."""
+    kept.append(t.detach() if t.stride(3) == 1 or t.shape[3] == 1 else t.detach().contiguous())
+    return _Rows(kept[-1].data_ptr(), *kept[-1].stride()[:3])

@@ -1,0 +1,248 @@
+"""Held keys by the C++ library against the torch operations, which define them."""
+
+import ctypes
+import statistics
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import subquad as sq
+from subquad.attention.hybrid import stream as module
+from subquad.attention.hybrid.stream import SEVERAL, HeldKeys, Hold, stream
+from subquad.kernels.native import held, library
+
+pytestmark = pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
+
+# Logits are sums of D <= 70 products with |q·k| <= 4·scale = 4/sqrt(D) in the mean square, 30 at
+# worst: their error in float32 is below 30·eps·sqrt(70) = 3e-5, that of a weight relative to it the
+# same, and outputs are means of values of at most 5 under such weights.
+BOUND = 5 * 3e-5
+
+HOLDS = [Hold(8, 5, 2), Hold(1, 3, 0), Hold(64, 62, 4), Hold(33, 20, 1)]
+SIZES = [
+    # B, Kv, G, L, S, D, V
+    (2, 3, 1, 131, 131, 7, 11),
+    (1, 2, 3, 300, 300, 16, 32),
+    (2, 1, 2, 5, 9, 3, 2),
+    (1, 2, 1, 40, 301, 64, 64),
+    (2, 2, 2, 3, 70, 70, 5),
+]
+
+
+def randn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def case(sizes, dtype=torch.float32):
+    b, kv, g, queries, keys, d, v = sizes
+    shapes = (b, kv * g, queries, d), (b, kv, keys, d), (b, kv, keys, v)
+    return [randn(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+
+
+def mask(b, keys, share=0.7):
+    opened = torch.rand(b, keys, generator=torch.Generator().manual_seed(9)) < share
+    opened[:, :2] = False
+    return opened
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """How often the library was asked."""
+    calls, attend = [], held.attend
+    monkeypatch.setattr(held, "attend", lambda *given: calls.append(1) or attend(*given))
+    return calls
+
+
+def both(given, opened, state, hold, **options):
+    """What the library gives and, in float64, the torch operations; each sums and state."""
+    found = stream(*given, opened, state, hold, given[0].shape[-1] ** -0.5, **options)
+    wide = [t.double() for t in given]
+    if state is not None:
+        state = HeldKeys(state.kv.double(), state.mass.double(), state.held, state.far, state.even)
+    with sq.kernels.use("torch"):
+        wanted = stream(*wide, opened, state, hold, given[0].shape[-1] ** -0.5, **options)
+    return found, wanted
+
+
+def agree(found, wanted, bound=BOUND):
+    for name, part in wanted[0].items():
+        got = found[0][name]
+        there = part.den > 0
+        assert torch.equal(got.den > 0, there)
+        error = (got.output().double() - part.output()).abs().amax().item()
+        assert error <= bound, f"{name}: {error:.2e}"
+        whole = (got.log_scale.double() + got.den.double().log())[there]
+        assert torch.allclose(whole, (part.log_scale + part.den.log())[there], rtol=0, atol=bound)
+    one, other = found[1], wanted[1]
+    assert torch.equal(one.held, other.held) and one.even == other.even
+    for row, count in enumerate(one.held.tolist()):
+        assert torch.equal(one.kv[row, :, :count].double(), other.kv[row, :, :count])
+        # Each of up to S queries adds a weight, with the relative error of one.
+        assert torch.allclose(
+            one.mass[row, :, :count].double(), other.mass[row, :, :count], rtol=bound, atol=bound
+        )
+
+
+@pytest.mark.parametrize("hold", HOLDS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_torch_operations(ran, sizes, hold, masked):
+    given, opened = case(sizes), mask(sizes[0], sizes[4]) if masked else None
+    first, wanted = both(given, opened, None, hold)
+    agree(first, wanted)
+    # Goes on from a state, of which rows hold different numbers of keys.
+    more = [t.flip(2) for t in given]
+    agree(*both(more, opened, first[1], hold))
+    assert len(ran) == 2 * (sizes[4] >= SEVERAL)
+
+
+@pytest.mark.parametrize("hold", HOLDS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_equal_the_torch_operations(ran, sizes, hold, masked):
+    given, opened = case(sizes), mask(sizes[0], sizes[4]) if masked else None
+    with torch.no_grad():
+        state = stream(*[t.flip(2) for t in given], opened, None, hold, 0.3)[1]
+    weights = randn(*given[0].shape[:3], given[2].shape[3] + 1, seed=7)
+
+    def gradients(dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (*given, state.kv)]
+        before = HeldKeys(leaves[3], state.mass.to(dtype), state.held, None, state.even)
+        parts, after = stream(*leaves[:3], opened, before, hold, 0.3)
+        part = parts["held"]
+        both = torch.cat([part.num, part.log_scale[..., None].clamp_min(-1e3)], -1)
+        there = torch.arange(hold.size) < after.held[:, None]  # behind them nothing matters
+        loss = (both * weights.to(dtype)).sum() + after.kv[
+            there[:, None].expand(after.mass.shape)
+        ].square().sum()
+        return torch.autograd.grad(loss, leaves)
+
+    asked = len(ran)
+    found = gradients(torch.float32)
+    assert len(ran) == asked + (sizes[4] >= SEVERAL)
+    with sq.kernels.use("torch"):
+        wanted = gradients(torch.float64)
+    for name, one, other in zip(("q", "k", "v", "state"), found, wanted, strict=True):
+        if name == "state":
+            there = torch.arange(hold.size) < state.held[:, None]
+            one, other = (t * there[:, None, :, None] for t in (one, other))
+        # A key's gradient adds up that of all queries: relative to the largest.
+        error = (one.double() - other).abs().amax() / other.abs().amax().clamp_min(1.0)
+        assert error <= BOUND, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_as_it_is(ran, dtype):
+    given = case(SIZES[1], dtype)
+    (parts, state), (wanted, _) = both(given, None, None, HOLDS[0])
+    assert ran and state.kv.dtype == dtype and parts["held"].num.dtype == torch.float32
+    agree((parts, state), (wanted, both(given, None, None, HOLDS[0])[1][1]))
+
+
+@pytest.mark.parametrize("spec", ["near_far", "near_far(window=8, heavy=5, sinks=2)"])
+def test_steps_continue_a_prefill(ran, spec):
+    mech = sq.build(spec, head_dim=16, num_heads=4, num_kv_heads=2)
+    q, k, v = (
+        randn(2, 4, 200, 16, seed=1),
+        randn(2, 2, 200, 16, seed=2),
+        randn(2, 2, 200, 16, seed=3),
+    )
+    whole = mech(q, k, v, causal=True)
+    out, state = mech.prefill(q[:, :, :150], k[:, :, :150], v[:, :, :150])
+    outs = [out]
+    for t in range(150, 200):
+        one = slice(t, t + 1)
+        out, state = mech.step(q[:, :, one], k[:, :, one], v[:, :, one], state)
+        outs.append(out)
+    assert (torch.cat(outs, 2) - whole).abs().max() <= BOUND
+    assert ran
+
+
+def test_a_far_field_reads_what_is_let_go(ran):
+    spec = "near_far(window=8, heavy=5, sinks=2, far=performer(features=16))"
+    mech = sq.build(spec, head_dim=16, num_heads=4)
+    q, k, v = (randn(2, 4, 150, 16, seed=i).requires_grad_() for i in range(3))
+    results = {}
+    for backend in ("native", "torch"):
+        with sq.kernels.use("torch") if backend == "torch" else torch.enable_grad():
+            out = mech(q, k, v, causal=True)
+            results[backend] = [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+    assert len(ran) == 1
+    for one, other in zip(*results.values(), strict=True):
+        assert (one - other).abs().max() <= 10 * BOUND * other.abs().max()
+
+
+def test_what_masked_tokens_contain_does_not_matter():
+    given, opened = case(SIZES[0]), mask(2, 131)
+    spoilt = [t.clone() for t in given]
+    for t in spoilt[1:]:
+        t.masked_fill_(~opened[:, None, :, None], float("nan"))
+    one, _ = stream(*given, opened, None, HOLDS[0], 0.3)
+    other, _ = stream(*spoilt, opened, None, HOLDS[0], 0.3)
+    assert torch.equal(one["held"].num, other["held"].num)
+
+
+def test_a_key_let_go_leaves_nothing_behind():
+    """Not even where it is not a number: its place is another's later."""
+    hold = Hold(8, 2, 0)
+    q, k, v = case((1, 1, 1, 60, 60, 4, 4))
+    k[:, :, 3], v[:, :, 3] = -30.0 * q.mean(2), float("inf")
+    parts, state = stream(q, k, v, None, None, hold, 1.0)
+    late = parts["held"].num[:, :, 30:]
+    assert bool(late.isfinite().all()) and bool(state.kv.isfinite().all())
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_change_nothing(threads):
+    given = case((3, 3, 2, 90, 90, 16, 16))
+    alone = stream(*given, None, None, HOLDS[0], 0.3)
+    before = torch.get_num_threads()
+    worth, held.WORTH = held.WORTH, 1
+    try:
+        torch.set_num_threads(threads)
+        found = stream(*given, None, None, HOLDS[0], 0.3)
+    finally:
+        torch.set_num_threads(before)
+        held.WORTH = worth
+    assert torch.equal(found[0]["held"].num, alone[0]["held"].num)
+    assert torch.equal(found[1].mass, alone[1].mass)
+
+
+def test_other_calls_run_by_torch(ran):
+    given = case(SIZES[1])
+    with sq.kernels.use("torch"):
+        stream(*given, None, None, HOLDS[0], 0.3)
+    stream(*[t.double() for t in given], None, None, HOLDS[0], 0.3)
+    stream(*given, None, None, HOLDS[0], 0.3, apart=True)
+    assert not ran
+
+
+def test_the_struct_is_the_one_that_c_has():
+    assert library.library().subquad_held_call_size() == ctypes.sizeof(held._HeldCall)
+
+
+def test_time_grows_with_the_length_alone():
+    mech = sq.build("near_far", head_dim=32, num_heads=4)
+
+    def seconds(tokens):
+        q = randn(1, 4, tokens, 32, seed=1).requires_grad_()
+        times = []
+        for _ in range(7):
+            began = time.process_time()
+            mech(q, q, q, causal=True).sum().backward()
+            times.append(time.process_time() - began)
+        return statistics.median(times)
+
+    seconds(256)
+    # Four times the tokens at four times the cost; quadratic cost would be sixteen times.
+    assert seconds(8192) <= 8 * seconds(2048)
+
+
+def test_exact_attention_while_places_are_free():
+    q, k, v = case((2, 2, 2, 60, 60, 16, 16))
+    parts, _ = stream(q, k, v, None, None, Hold(64, 62, 4), 0.25)
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
+    assert (parts["held"].num - wanted).abs().max() <= BOUND
+    assert module.native is held
