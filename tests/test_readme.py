@@ -182,7 +182,7 @@ def new_calls():
     rows = [
         line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("|")
     ]
-    start = next(i for i, row in enumerate(rows) if "performer-pytorch" in row)
+    start = next(i for i, row in enumerate(rows) if row.startswith("| performer-pytorch |"))
     found = []
     for row in rows[start + 2 :]:
         cells = re.split(r"(?<!\\)\|", row)
