@@ -108,7 +108,7 @@ def forced() -> str | None:
 def use(backend: str) -> Iterator[None]:
     """Runs all calls to the linear engine inside by one backend.
 
-    With any but "native", clusters of keys are read by torch operations, too.
+    With any but "native", clusters of keys and held keys are read by torch operations, too.
 
     Raises:
         UnknownNameError: there is none of that name.
