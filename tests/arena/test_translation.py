@@ -78,3 +78,38 @@ def test_cost_of_a_step_and_its_page():
     }
     assert "more than 4 GB" in documents.table(result)
     assert documents.picture(result).axes
+
+
+@pytest.mark.slow
+def test_documents_go_on_from_verses(tmp_path, monkeypatch):
+    import subquad.data
+
+    whole = subquad.data.preset("bible-es-en")
+    few = {
+        split: whole.read(split)[:count]
+        for split, count in (("train", 60), ("valid", 12), ("test", 12))
+    }
+
+    class Few:
+        read = staticmethod(few.get)
+
+    monkeypatch.setattr(subquad.data, "preset", lambda name: Few)
+    monkeypatch.setattr(documents, "TOKENS", 64)
+    small = {
+        "model.d_model": 16, "model.num_heads": 2, "model.dim_feedforward": 16,
+        "model.encoder_layers": 1, "model.decoder_layers": 1, "training.epochs": 1,
+        "decoding.beams": 2, "decoding.max_length": 8, "training.precision": "float32",
+    }  # fmt: skip
+    result = documents.run(
+        tmp_path,
+        True,
+        True,
+        print,
+        runs=tmp_path / "runs",
+        only=["verses", "near_far"],
+        settings=small,
+    )
+    assert [row["name"] for row in result["translations"]] == ["verses", "near_far"]
+    assert "go on from it" in documents.table(result)
+    recipe = (tmp_path / "runs" / "near_far" / "recipe.yaml").read_text(encoding="utf-8")
+    assert str(tmp_path / "runs" / "verses" / "best") in recipe
