@@ -1,4 +1,4 @@
-"""The C++ reader of clusters against the torch operations, which define it."""
+"""The C++ reader of clusters, and its gradients, against the torch operations, which define it."""
 
 import ctypes
 import dataclasses
@@ -173,9 +173,58 @@ def test_nan_stays_in_its_row():
     assert torch.equal(found.num, clean.num)
 
 
-def test_gradients_other_numbers_and_many_clusters_are_not_its_work(ran):
+def leaves_of(q, tables, window):
+    """The same with numbers that ask for gradients, and these by name."""
+    leaves = {"q": q}
+    for given, names in ((tables, DIFFERENTIABLE[:5]), (window, DIFFERENTIABLE[5:])):
+        for name in names:
+            number = None if given is None else getattr(given, name)
+            if number is not None:
+                leaves[f"{type(given).__name__}.{name}"] = number
+    leaves = {name: t.clone().requires_grad_() for name, t in leaves.items()}
+
+    def of(given):
+        own = f"{type(given).__name__}."
+        new = {n.removeprefix(own): t for n, t in leaves.items() if n.startswith(own)}
+        return None if given is None else dataclasses.replace(given, **new)
+
+    return (leaves["q"], of(tables), of(window)), leaves
+
+
+DIFFERENTIABLE = (
+    "keys", "values", "spread", "members", "member_values", "keys", "values", "weight",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("refine", [0, 1, 2, 8])
+@pytest.mark.parametrize("width", [None, 0, 5, 40])
+def test_gradients_equal_those_of_the_torch_operations(ran, sizes, refine, width):
+    for ragged, exact in ((False, True), (True, True), (True, False)):
+        given = case(sizes, refine=refine, width=width, ragged=ragged, exact=exact)
+        found = {}
+        for backend, numbers in (("native", given), ("torch", tuple(map(wide, given)))):
+            these, leaves = leaves_of(*numbers[:3])
+            with sq.kernels.use(backend):
+                part = refined.read(*these, *numbers[3:])
+            toward = randn(*part.num.shape, seed=20), randn(*part.den.shape, seed=21)
+            loss = (part.num * toward[0]).sum() + (part.den * toward[1]).sum()
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            found[backend] = dict(zip(leaves, grads, strict=True))
+        for name, wanted in found["torch"].items():
+            got = found["native"][name]
+            if wanted is None:  # nothing depends on it
+                assert got is None or not got.any(), name
+                continue
+            # Sums over up to 600 queries of terms with the relative error of a weight each, of
+            # which the largest gradient is one: their errors add up like their sizes at worst.
+            error = (got.double() - wanted).abs().amax().item()
+            assert error <= BOUND * max(1.0, wanted.abs().amax().item()), f"{name}: {error:.2e}"
+    assert len(ran) == 3
+
+
+def test_other_numbers_and_many_clusters_are_not_its_work(ran):
     q, *rest = case(SIZES[1], width=5)
-    refined.read(q.clone().requires_grad_(), *rest).num.sum().backward()
     refined.read(*map(wide, (q, *rest)))
     refined.read(*case((1, 1, 1, 9, 9, 4, 4, 12, 0, 2), refine=clusters.MOST + 1))
     with sq.kernels.use("torch"):

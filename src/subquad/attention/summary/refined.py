@@ -212,12 +212,12 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
 
 
 def _by_library(q: Tensor, tables: Tables, window: Window | None) -> bool:
-    """Whether the C++ library reads: it does so without gradients, in float32 on a CPU."""
+    """Whether the C++ library reads: in float32 on a CPU."""
     given = [q, tables.keys, tables.values, tables.spread]
     if window is not None:
         given += [window.keys, window.values, window.weight]
     few = tables.members is None or tables.refine <= native.MOST
-    return few and native.takes(*given)
+    return few and native.takes(*given, gradients=True)
 
 
 def _chunks(fixed: _Fixed, rows: Tensor) -> Iterator[tuple[slice, slice]]:

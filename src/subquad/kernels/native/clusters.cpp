@@ -1,5 +1,5 @@
-// What queries read of clusters of keys, forward: the algorithm of `subquad/attention/summary/
-// refined.py`. Queries are the lanes of all matrices: maxima, exponentials, the choice of clusters
+// What queries read of clusters of keys, forward and backward: the algorithm of `subquad/attention/
+// summary/refined.py`. Queries are the lanes of all matrices: maxima, exponentials, the choice of clusters
 // and the estimates of near keys then run along rows, and tables are read as they lie.
 //
 // Logits are in base 2. A unit of work is a few hundred queries of one key-value head.
@@ -20,6 +20,7 @@ constexpr int LANES = 64;             // queries at a time; a part of them is fi
 constexpr int VECS = LANES / W;
 constexpr int MOST = 8;               // clusters of a query whose members are read
 constexpr float ABSENT = -1e30f;      // the least logit, as in Python
+constexpr int64_t WIDEST = 16;
 constexpr float SPREAD = 4.0f;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -43,6 +44,10 @@ struct ReadCall {
   const float* weight;                         // (N, S)
   const int64_t *cluster, *widths;             // (N, S), (B)
   float *num, *den, *scale;                    // (B, H, L, V), (B, H, L) twice
+  // Backward: gradients of the sums; zeros to be added to, rows of k_bar and v_bar padded to WIDEST.
+  const float *num_bar, *den_bar;
+  float *q_bar, *k_bar, *v_bar, *weight_bar;   // (B, H, L, D), (N, S, D), (N, S, V), (N, S)
+  float *keys_bar, *values_bar, *spread_bar, *members_bar, *member_values_bar;  // as the tables
   int64_t batch, kv, groups, queries, tokens, width, value, columns, clusters, each, refine, first;
   float factor;                                // of the logits
   int32_t exact, threads;
@@ -73,7 +78,7 @@ namespace {
 
 class Reader {
  public:
-  Reader(const ReadCall& call, int64_t n)
+  Reader(const ReadCall& call, int64_t n, bool training)
       : call(call),
         n(n),
         b(n / call.kv),
@@ -84,9 +89,11 @@ class Reader {
         M(call.clusters),
         lx(pitch(D + 1)),
         lv(pitch(V)),
+        ld(pitch(D)),
         lanes(pitch(LANES)),
         wide_v(padded(V)),
         span(call.k.data ? LANES + 2 * call.widths[b] : 0),
+        training(training),
         room([&](Room& r) { lay(r); }),
         found(call.refine * call.each) {
     for (int u = 0; u < W; u++) index[u] = u;
@@ -99,10 +106,87 @@ class Reader {
     // The squares of x W are to be those of natural logits, halved.
     const float* w = call.whiten + n * (D + 1) * D;
     for (int64_t i = 0; i < (D + 1) * D; i++) whiten[i] = w[i] * (float)(M_SQRT1_2 / LOG2E);
+    if (!training) return;
+    clear(keys_bar, C * lx), clear(values_bar, C * lv), clear(totals_bar, C), clear(spread_bar, M * ld);
   }
 
   // Queries i..i+t of the g-th head, t at most LANES.
   void read(int64_t g, int64_t i, int64_t t) {
+    Lanes total = weigh(g, i, t);
+    product<false, true>(t, wide_v, C, phi, lanes, values, lv, out, lv);
+    if (near) {
+      const Values v = near_values();
+      product<true, true>(t, wide_v, near, scores, lanes, v.data, v.step, out, lv);
+    }
+    put(den, total);
+    if (call.members) members(i, t);
+    const int64_t at = row(g, i);
+    for (int64_t r = 0; r < t; r++) {
+      std::memcpy(call.num + (at + r) * V, out + r * lv, V * sizeof(float));
+      call.den[at + r] = den[r];
+      call.scale[at + r] = top[r] * LN2;
+    }
+  }
+
+  // The gradients of those queries' sums. Matrices of queries are transposed here, too.
+  void pull_back(int64_t g, int64_t i, int64_t t) {
+    weigh(g, i, t);
+    const int64_t at = row(g, i);
+    for (int64_t r = 0; r < t; r++) {
+      std::memcpy(bar + r * lv, call.num_bar + (at + r) * V, V * sizeof(float));
+      clear(bar + r * lv + V, lv - V);
+      for (int64_t d = 0; d <= D; d++) x[r * lx + d] *= LN2;  // [q | 1] by natural logits
+    }
+    clear(bar + t * lv, (LANES - t) * lv), clear(row_bar, LANES * lx);
+    for (int64_t r = 0; r < LANES; r++) den_bar[r] = r < t ? call.den_bar[at + r] : 0;
+    tilts.clear();
+    if (call.members) pull_back_members(i, t);
+    transpose(LANES, wide_v, bar, lv, bar_t, lanes);
+    product<true, false>(C, wide_v, LANES, phi, lanes, bar, lv, values_bar, lv);
+    product<false, false>(C, LANES, V, values, lv, bar_t, lanes, bars, lanes);
+    for (int64_t c = 0; c < C; c++) {
+      Vec sums{};
+      for (int64_t l = 0; l < LANES; l += W) {
+        float* b = bars + c * lanes + l;
+        sums += load(phi + c * lanes + l) * load(den_bar + l);
+        store(b, load(b) + load(den_bar + l) * totals[c]);
+      }
+      totals_bar[c] += sum(sums);
+    }
+    clear(x_bar, D * lanes);
+    if (near) pull_back_near();
+    for (const Tilt& one : tilts) bars[one.cluster * lanes + one.query] -= one.by;
+    for (int64_t c = 0; c < C; c++)  // of the logits
+      for (int64_t l = 0; l < LANES; l += W) {
+        float* b = bars + c * lanes + l;
+        store(b, load(b) * load(phi + c * lanes + l));
+      }
+    product<true, true>(D, LANES, C, call.keys + n * C * (D + 1), D + 1, bars, lanes, x_bar, lanes);
+    product<true, false>(C, padded(D + 1), LANES, bars, lanes, x, lx, keys_bar, lx);
+    pull_back_spread();
+    transpose(D, LANES, x_bar, lanes, white_rows, ld);
+    float* q_bar = call.q_bar + at * D;
+    for (int64_t r = 0; r < t; r++)
+      for (int64_t d = 0; d < D; d++)
+        q_bar[r * D + d] = call.factor * (white_rows[r * ld + d] + row_bar[r * lx + d]);
+  }
+
+  // Adds up what belongs to this head alone.
+  void end() {
+    for (int64_t c = 0; c < C; c++) {
+      std::memcpy(call.keys_bar + (n * C + c) * (D + 1), keys_bar + c * lx, (D + 1) * sizeof(float));
+      std::memcpy(call.values_bar + (n * C + c) * (V + 1), values_bar + c * lv, V * sizeof(float));
+      call.values_bar[(n * C + c) * (V + 1) + V] = totals_bar[c];
+    }
+    for (int64_t m = 0; m < M; m++)
+      std::memcpy(call.spread_bar + (n * M + m) * D, spread_bar + m * ld, D * sizeof(float));
+  }
+
+ private:
+  // The weights of queries i..i+t: phi of the clusters, `scores` what the window changes. The
+  // normalisers, without members.
+  struct Lanes;
+  Lanes weigh(int64_t g, int64_t i, int64_t t) {
     queries(g, i, t);
     product<false, false>(C, LANES, D + 1, call.keys + n * C * (D + 1), D + 1, x_t, lanes, phi, lanes);
     Lanes most = level(0.1f * ABSENT * LOG2E);
@@ -119,21 +203,13 @@ class Reader {
     Lanes total = level(0.0f);
     for (int64_t c = 0; c < C; c++)
       for (int u = 0; u < VECS; u++) total.v[u] += load(phi + c * lanes + u * W) * totals[c];
-    product<false, true>(t, wide_v, C, phi, lanes, values, lv, out, lv);
-    near_sums(t, most, total);
-    put(den, total);
-    if (call.members) members(i, t);
-    const int64_t at = ((b * call.kv + h) * call.groups + g) * call.queries + i;
-    for (int64_t r = 0; r < t; r++) {
-      std::memcpy(call.num + (at + r) * V, out + r * lv, V * sizeof(float));
-      call.den[at + r] = den[r];
-      call.scale[at + r] = top[r] * LN2;
-    }
+    near_changes(most, total);
+    return total;
   }
 
- private:
   const ReadCall& call;
-  const int64_t n, b, h, D, V, C, M, lx, lv, lanes, wide_v, span;
+  const int64_t n, b, h, D, V, C, M, lx, lv, ld, lanes, wide_v, span;
+  const bool training;
   Room room;
   int64_t near = 0, from = 0;    // keys of the window, and the first of them
   int64_t reach = 0, start = 0;  // keys on each side of a query, and the first query
@@ -141,8 +217,16 @@ class Reader {
   struct Member {
     float score, estimate;
     const float* value;
+    int64_t row, cluster;
   };
   std::vector<Member> found;
+  struct Tilt {
+    int64_t cluster, query;
+    float by;
+  };
+  std::vector<Tilt> tilts;       // what members take from the gradients of clusters' weights
+  float *bar, *bar_t, *den_bar, *bars, *row_bar, *x_bar, *near_bar, *exacts, *white_rows, *root;
+  float *keys_bar, *values_bar, *totals_bar, *spread_bar;
   float *values, *totals, *whiten, *x, *x_t, *phi, *white, *more, *top, *den, *out, *scores, *copy;
 
   void lay(Room& r) {
@@ -150,6 +234,16 @@ class Reader {
     r.take(x, LANES * lx), r.take(x_t, (D + 1) * lanes), r.take(phi, C * lanes);
     r.take(white, D * lanes), r.take(more, M * lanes), r.take(top, LANES), r.take(den, LANES);
     r.take(out, LANES * lv), r.take(scores, span * lanes), r.take(copy, V % W ? span * lv : 0);
+    if (!training) return;
+    r.take(bar, LANES * lv), r.take(bar_t, wide_v * lanes), r.take(den_bar, LANES), r.take(bars, C * lanes);
+    r.take(row_bar, LANES * lx), r.take(x_bar, D * lanes), r.take(near_bar, span * lanes);
+    r.take(exacts, span * lanes), r.take(white_rows, LANES * ld), r.take(root, D * lanes);
+    r.take(keys_bar, C * lx), r.take(values_bar, C * lv), r.take(totals_bar, C), r.take(spread_bar, M * ld);
+  }
+
+  // Of the first of these queries, among all.
+  int64_t row(int64_t g, int64_t i) const {
+    return ((b * call.kv + h) * call.groups + g) * call.queries + i;
   }
 
   // A number of each query.
@@ -190,6 +284,7 @@ class Reader {
     for (int64_t d = 0; d < D; d++)
       for (int u = 0; u < VECS; u++) {
         const Vec y = load(white + d * lanes + u * W);
+        if (training) store(root + d * lanes + u * W, y);
         store(white + d * lanes + u * W, y * y);
       }
     product<false, false>(M, LANES, D, call.spread + n * M * D, D, white, lanes, more, lanes);
@@ -236,7 +331,7 @@ class Reader {
   }
 
   // The exact weights of near keys in the place of their estimates.
-  void near_sums(int64_t t, const Lanes& most, Lanes& total) {
+  void near_changes(const Lanes& most, Lanes& total) {
     if (!near) return;
     const float* weight = call.weight + n * call.tokens + from;
     const int64_t* cluster = call.cluster + n * call.tokens + from;
@@ -247,18 +342,74 @@ class Reader {
         const Vec estimate = load(phi + cluster[j] * lanes + u * W) * weight[j];
         const Vec change = choose(reached(j, u), exact - estimate, Vec{});
         store(at, change);
+        if (training) store(exacts + j * lanes + u * W, choose(reached(j, u), exact, Vec{}));
         total.v[u] += change;
       }
+  }
+
+  struct Values {
+    const float* data;
+    int64_t step;
+  };
+
+  // Near values in whole vectors.
+  Values near_values() {
     const float* v = token(call.v, from);
-    int64_t step = call.v.token;
-    if (V % W) {
-      for (int64_t j = 0; j < near; j++) {
-        std::memcpy(copy + j * lv, v + j * step, V * sizeof(float));
-        clear(copy + j * lv + V, lv - V);
-      }
-      v = copy, step = lv;
+    if (V % W == 0) return {v, call.v.token};
+    for (int64_t j = 0; j < near; j++) {
+      std::memcpy(copy + j * lv, v + j * call.v.token, V * sizeof(float));
+      clear(copy + j * lv + V, lv - V);
     }
-    product<true, true>(t, wide_v, near, scores, lanes, v, step, out, lv);
+    return {copy, lv};
+  }
+
+  static int64_t rounded(int64_t width) { return (width + WIDEST - 1) / WIDEST * WIDEST; }
+
+  void pull_back_near() {
+    const float* weight = call.weight + n * call.tokens + from;
+    const int64_t* cluster = call.cluster + n * call.tokens + from;
+    const uint8_t* open = call.open + n * call.tokens + from;
+    const int64_t step_v = rounded(V), step_d = rounded(D);
+    product<true, false>(near, wide_v, LANES, scores, lanes, bar, lv,
+                         call.v_bar + (n * call.tokens + from) * step_v, step_v);
+    product<false, false>(near, LANES, V, token(call.v, from), call.v.token, bar_t, lanes, near_bar, lanes);
+    for (int64_t j = 0; j < near; j++) {
+      const float* estimates = phi + cluster[j] * lanes;
+      float* of_cluster = bars + cluster[j] * lanes;
+      Vec taken{};
+      for (int u = 0; u < VECS; u++) {
+        float *b = near_bar + j * lanes + u * W, *e = exacts + j * lanes + u * W;
+        Vec change = load(b);
+        if (open[j]) change += load(den_bar + u * W);
+        change = choose(reached(j, u), change, Vec{});
+        taken += load(estimates + u * W) * change;
+        store(of_cluster + u * W, load(of_cluster + u * W) - change * weight[j]);
+        store(e, load(e) * change);
+      }
+      call.weight_bar[n * call.tokens + from + j] -= sum(taken);
+    }
+    if (!call.exact) return;
+    product<true, true>(D, LANES, near, token(call.k, from), call.k.token, exacts, lanes, x_bar, lanes);
+    product<true, false>(near, padded(D), LANES, exacts, lanes, x, lx,
+                         call.k_bar + (n * call.tokens + from) * step_d, step_d);
+  }
+
+  void pull_back_spread() {
+    for (int64_t m = 0; m < M; m++)  // of 1 + h, which stops growing
+      for (int u = 0; u < VECS; u++) {
+        float *b = bars + m * lanes + u * W, *h = more + m * lanes + u * W;
+        const Vec grown = load(h);
+        store(h, choose(grown < all(SPREAD), load(b) / (grown + 1.0f), Vec{}));
+      }
+    transpose(D, LANES, white, lanes, white_rows, ld);
+    product<true, false>(M, padded(D), LANES, more, lanes, white_rows, ld, spread_bar, ld);
+    product<false, true>(D, LANES, M, call.spread + n * M * D, D, more, lanes, white, lanes);
+    for (int64_t d = 0; d < D; d++)
+      for (int u = 0; u < VECS; u++) {
+        float* at = white + d * lanes + u * W;
+        store(at, load(at) * load(root + d * lanes + u * W) * (2 * LOG2E));
+      }
+    product<true, false>(D, LANES, D, whiten, D, white, lanes, x_bar, lanes);
   }
 
   // ---- members of clusters ----
@@ -288,27 +439,35 @@ class Reader {
     }
   }
 
+  // The members that the r-th query reads, and the largest of all its logits in base 2, which are
+  // `unit` times those of x; returns how many there are.
+  int64_t find(const int32_t (*chosen)[LANES], int64_t i, int64_t r, float unit, float& most) {
+    const float* query = x + r * lx;
+    const int64_t at = call.first + i + r;
+    int64_t count = 0;
+    most = top[r];
+    for (int64_t s = 0; s < call.refine; s++) {
+      const int64_t m = std::min<int64_t>(chosen[s][r], M - 1);
+      for (int64_t u = 0; u < call.each; u++) {
+        const int64_t row = (n * M + m) * call.each + u;
+        if (call.k.data && std::abs(call.place[row] - at) <= call.widths[b]) continue;
+        const float* key = call.members + row * (D + 2);
+        const float score = dot(query, key, D + 1) * unit;
+        if (!(score > 0.5f * ABSENT)) continue;
+        found[count++] = {score, phi[m * lanes + r] * key[D + 1], call.member_values + row * (V + 1), row, m};
+        most = std::max(most, score);
+      }
+    }
+    return count;
+  }
+
   // The exact weights of the members of each query's clusters in the place of their estimates.
   void members(int64_t i, int64_t t) {
     int32_t chosen[MOST][LANES];
     choose_clusters(chosen, call.refine);
     for (int64_t r = 0; r < t; r++) {
-      const float* query = x + r * lx;
-      const int64_t at = call.first + i + r;
-      float most = top[r];
-      int64_t count = 0;
-      for (int64_t s = 0; s < call.refine; s++) {
-        const int64_t m = std::min<int64_t>(chosen[s][r], M - 1);
-        for (int64_t u = 0; u < call.each; u++) {
-          const int64_t row = (n * M + m) * call.each + u;
-          if (call.k.data && std::abs(call.place[row] - at) <= call.widths[b]) continue;
-          const float* key = call.members + row * (D + 2);
-          const float score = dot(query, key, D + 1);
-          if (!(score > 0.5f * ABSENT)) continue;
-          found[count++] = {score, phi[m * lanes + r] * key[D + 1], call.member_values + row * (V + 1)};
-          most = std::max(most, score);
-        }
-      }
+      float most;
+      const int64_t count = find(chosen, i, r, 1.0f, most);
       const float lift = std::exp2(top[r] - most);
       float *to = out + r * lv, total = den[r] * lift;
       for (int64_t j = 0; j < wide_v; j += W) store(to + j, load(to + j) * lift);
@@ -318,6 +477,37 @@ class Reader {
         total += change * found[s].value[V];
       }
       den[r] = total, top[r] = most;
+    }
+  }
+
+  // Their gradients; `bar` becomes that of the other sums.
+  void pull_back_members(int64_t i, int64_t t) {
+    int32_t chosen[MOST][LANES];
+    choose_clusters(chosen, call.refine);
+    for (int64_t r = 0; r < t; r++) {
+      float most;
+      const int64_t count = find(chosen, i, r, LOG2E, most);
+      const float lift = std::exp2(top[r] - most);
+      float *ob = bar + r * lv, *to = row_bar + r * lx;
+      for (int64_t s = 0; s < count; s++) {
+        const Member& one = found[s];
+        const float *key = call.members + one.row * (D + 2), exact = std::exp2(one.score - most);
+        const float own = phi[one.cluster * lanes + r] * lift;
+        const float change = dot(one.value, ob, V) + one.value[V] * den_bar[r];
+        float *key_bar = call.members_bar + one.row * (D + 2);
+        float *value_bar = call.member_values_bar + one.row * (V + 1);
+        const float part = exact - own * key[D + 1], by = exact * change;
+        for (int64_t d = 0; d < V; d++) value_bar[d] += part * ob[d];
+        value_bar[V] += part * den_bar[r];
+        for (int64_t d = 0; d <= D; d++) {
+          to[d] += by * key[d];
+          key_bar[d] += by * x[r * lx + d];
+        }
+        key_bar[D + 1] -= own * change;
+        tilts.push_back({one.cluster, r, change * key[D + 1] * lift});
+      }
+      for (int64_t j = 0; j < wide_v; j += W) store(ob + j, load(ob + j) * lift);
+      den_bar[r] *= lift;
     }
   }
 
@@ -423,11 +613,22 @@ API void subquad_read_clusters(const ReadCall* given) {
   const int64_t wanted = call.threads > 1 ? (4 * call.threads + rows - 1) / rows : 1;
   const int64_t parts = std::max<int64_t>(1, std::min(wanted, blocks / 4));
   divide(rows * parts, call.threads, [&](int64_t unit) {
-    Reader reader(call, unit / parts);
+    Reader reader(call, unit / parts, false);
     const int64_t part = unit % parts;
     for (int64_t g = 0; g < call.groups; g++)
       for (int64_t i = blocks * part / parts; i < blocks * (part + 1) / parts; i++)
         reader.read(g, i * LANES, std::min<int64_t>(LANES, call.queries - i * LANES));
+  });
+}
+
+API void subquad_read_clusters_backward(const ReadCall* given) {
+  const ReadCall& call = *given;
+  divide(call.batch * call.kv, call.threads, [&](int64_t n) {
+    Reader reader(call, n, true);
+    for (int64_t g = 0; g < call.groups; g++)
+      for (int64_t i = 0; i < call.queries; i += LANES)
+        reader.pull_back(g, i, std::min<int64_t>(LANES, call.queries - i));
+    reader.end();
   });
 }
 

@@ -1,13 +1,14 @@
-"""Clusters of keys by the C++ library: what queries read of them, forward, and k-means."""
+"""Clusters of keys by the C++ library: what queries read of them, and k-means."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from subquad.kernels.dispatch import forced
 from subquad.kernels.memory import has_data
@@ -21,6 +22,10 @@ __all__ = ["MOST", "nearest", "read", "sums", "takes"]
 
 MOST = 8
 """Clusters of a query whose members are read, at most."""
+
+
+VECTOR = 16
+"""Numbers to a multiple of which rows of gradients are padded: the widest vector has as many."""
 
 
 class _Strided(ctypes.Structure):
@@ -37,7 +42,9 @@ class _ReadCall(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 "keys", "values", "spread", "whiten", "members", "member_values", "place", "open",
-                "weight", "cluster", "widths", "num", "den", "scale",
+                "weight", "cluster", "widths", "num", "den", "scale", "num_bar", "den_bar",
+                "q_bar", "k_bar", "v_bar", "weight_bar", "keys_bar", "values_bar", "spread_bar",
+                "members_bar", "member_values_bar",
             )
         ),
         *(
@@ -73,11 +80,16 @@ class _SumsCall(ctypes.Structure):
     ]
 
 
-def takes(*given: Tensor) -> bool:
-    """Whether the library can run a call with these tensors: in float32, no gradients, a CPU."""
+def takes(*given: Tensor, gradients: bool = False) -> bool:
+    """Whether the library can run a call with these tensors: in float32, on a CPU.
+
+    Args:
+        given: its tensors.
+        gradients: whether it gives gradients, if they are asked for.
+    """
     return (
         all(t.is_cpu and t.dtype == torch.float32 and t.numel() > 0 for t in given)
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+        and (gradients or not (torch.is_grad_enabled() and any(t.requires_grad for t in given)))
         and not torch.compiler.is_compiling()
         and forced() in (None, "native")
         and has_data(given[0])
@@ -140,48 +152,101 @@ def sums(x: Tensor, cluster: Tensor, count: int, weight: Tensor | None) -> Tenso
 def read(
     q: Tensor, tables: Tables, window: Window | None, scale: float, offset: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """num (B, H, L, V), den and log_scale (B, H, L) in float32, without gradients.
+    """num (B, H, L, V), den and log_scale (B, H, L) in float32.
 
     Arguments as in `subquad.attention.summary.refined.read`, in float32 on the CPU, with no more
-    than `MOST` refined clusters.
+    than `MOST` refined clusters. Differentiable in all that has numbers, but for `whiten`.
     """
-    native = library()
-    assert native is not None, "refused before"
-    batch, heads, queries, width = q.shape
-    count, clusters = tables.spread.shape[:2]
-    value, kv = tables.values.shape[-1] - 1, count // batch
-    held: list[Tensor] = []
+    around = (None,) * 3 if window is None else (window.keys, window.values, window.weight)
+    found: tuple[Tensor, Tensor, Tensor] = _Read.apply(  # type: ignore[no-untyped-call]
+        tables, window, scale, offset, q, tables.keys, tables.values, tables.spread,
+        tables.members, tables.member_values, *around,
+    )  # fmt: skip
+    return found
 
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tables: Tables, window: Window | None, scale: float, offset: int, *given: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        native = library()
+        assert native is not None, "refused before"
+        q = given[0]
+        held: list[Tensor] = []
+        call = _read_call(held, tables, window, scale, offset, *given)
+        num = q.new_empty(*q.shape[:3], call.value)
+        den, log_scale = torch.empty(2, *q.shape[:3], dtype=q.dtype)
+        call.num, call.den, call.scale = num.data_ptr(), den.data_ptr(), log_scale.data_ptr()
+        native.subquad_read_clusters(ctypes.byref(call))
+        ctx.save_for_backward(*given)
+        ctx.options = tables, window, scale, offset
+        ctx.mark_non_differentiable(log_scale)
+        return num, den, log_scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, num_bar: Tensor, den_bar: Tensor, _: Tensor) -> Any:
+        native = library()
+        assert native is not None, "refused before"
+        given = ctx.saved_tensors
+        held: list[Tensor] = []
+        call = _read_call(held, *ctx.options, *given)
+        call.num_bar, call.den_bar = _whole(held, num_bar), _whole(held, den_bar)
+        bars: list[Tensor | None] = []
+        for name, t in zip(_BARS, given, strict=True):
+            bar = None
+            if t is not None:
+                wide = -(-t.shape[-1] // VECTOR) * VECTOR if name in ("k_bar", "v_bar") else 0
+                bar = t.new_zeros(*t.shape[:-1], wide or t.shape[-1])
+                setattr(call, name, bar.data_ptr())
+                bar = bar[..., : t.shape[-1]]
+            bars.append(bar)
+        native.subquad_read_clusters_backward(ctypes.byref(call))
+        return None, None, None, None, *bars
+
+
+_BARS = (
+    "q_bar", "keys_bar", "values_bar", "spread_bar", "members_bar", "member_values_bar", "k_bar",
+    "v_bar", "weight_bar",
+)  # fmt: skip
+
+
+def _read_call(
+    held: list[Tensor], tables: Tables, window: Window | None, scale: float, offset: int,
+    q: Tensor, keys: Tensor, values: Tensor, spread: Tensor, members: Tensor | None,
+    member_values: Tensor | None, k: Tensor | None, v: Tensor | None, weight: Tensor | None,
+) -> _ReadCall:  # fmt: skip
+    """A call with these tensors in the place of those that have gradients."""
+    batch, heads, queries, width = q.shape
+    count, clusters = spread.shape[:2]
+    value, kv = values.shape[-1] - 1, count // batch
     whole, rows = functools.partial(_whole, held), functools.partial(_rows, held)
     call = _ReadCall()
     call.q = rows(q)
-    call.keys, call.values = whole(tables.keys), whole(tables.values)
-    call.spread, call.whiten = whole(tables.spread), whole(tables.whiten)
-    if tables.members is not None:
-        call.members, call.member_values = whole(tables.members), whole(tables.member_values)
+    call.keys, call.values = whole(keys), whole(values)
+    call.spread, call.whiten = whole(spread), whole(tables.whiten)
+    if members is not None:
+        call.members, call.member_values = whole(members), whole(member_values)
         call.place = whole(tables.place, torch.int64)
-        call.each, call.refine = tables.members.shape[2], min(tables.refine, clusters)
+        call.each, call.refine = members.shape[2], min(tables.refine, clusters)
     span = 0
     if window is not None:
-        call.k, call.v = rows(window.keys), rows(window.values)
+        assert k is not None and v is not None, "of the window"
+        call.k, call.v = rows(k), rows(v)
         call.open = whole(window.opened, torch.bool)
-        call.weight = whole(window.weight)
+        call.weight = whole(weight)
         call.cluster = whole(window.cluster, torch.int64)
         widths = window.widths
         if widths is None:
             widths = torch.full((batch,), window.width)
         call.widths = whole(widths, torch.int64)
-        call.tokens, call.exact = window.keys.shape[2], window.exact
+        call.tokens, call.exact = k.shape[2], window.exact
         span = 2 * window.width
-    num = q.new_empty(batch, heads, queries, value)
-    den, log_scale = torch.empty(2, batch, heads, queries, dtype=q.dtype)
-    call.num, call.den, call.scale = num.data_ptr(), den.data_ptr(), log_scale.data_ptr()
     call.batch, call.kv, call.groups = batch, kv, heads // kv
     call.queries, call.width, call.value = queries, width, value
-    call.columns, call.clusters = tables.keys.shape[1], clusters
+    call.columns, call.clusters = keys.shape[1], clusters
     call.first, call.factor = offset, scale
     columns = call.columns + span + clusters
-    work = 2 * batch * heads * queries * columns * (width + value)
-    call.threads = _threads(work)
-    native.subquad_read_clusters(ctypes.byref(call))
-    return num, den, log_scale
+    call.threads = _threads(2 * batch * heads * queries * columns * (width + value))
+    return call
