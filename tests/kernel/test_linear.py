@@ -878,3 +878,13 @@ def test_workspace_is_reused():
     first = work.get("x", 3, 5)
     assert work.get("x", 2, 2).data_ptr() == first.data_ptr()
     assert work.get("x", 7, 5).shape == (7, 5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes_alone(causal):
+    """On the meta device, where sizes of models are tried out."""
+    mech = sq.build("performer", head_dim=8, num_heads=4, num_kv_heads=2, device="meta")
+    q, k = torch.empty(3, 4, 90, 8, device="meta"), torch.empty(3, 2, 90, 8, device="meta")
+    for given in (q, q.requires_grad_()):
+        out = mech(given, k, k, causal=causal)
+        assert out.is_meta and out.shape == q.shape

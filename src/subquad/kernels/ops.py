@@ -215,7 +215,8 @@ def linear_attention(
         q.device.type, q.dtype, v.dtype, activation, _features(wk, activation), clip,
         quad != 0.0 or key_bias is not None,
     )  # fmt: skip
-    if not save and not torch.compiler.is_compiling():  # the operator's overhead for nothing
+    # Without gradients the operator is overhead for nothing, but tensors without data need it.
+    if not save and not torch.compiler.is_compiling() and not q.is_meta:
         r = _run(
             q, k, v, wq, bq, wk, bk, key_bias, key_mask, state, activation, quad, clip, absorb,
             0, backend if has_data(q) else "torch", borrow=True, new_state=new_state,
