@@ -131,6 +131,8 @@ def _rounds(floor: Floor, sizes: Sizes, rounds: int, length: int = 0) -> list[li
         case = case.at(length or case.length)
         with setting(case):
             calls[case] = _ready(case, sizes)
+    if any(case.threads > 1 for case in calls):  # by the wall clock, which others disturb
+        rounds *= 3
     return list(interleave(calls, rounds, 60.0, device=sizes.device).values())
 
 
