@@ -444,8 +444,10 @@ class NearFar(Mechanism):
 
     def __init__(self, *, device: Any = None, dtype: Any = None, **arguments: Any) -> None:
         super().__init__(device=device, dtype=dtype, **arguments)
-        self.state_type = HeldKeys if self.config.hold() else NearFarState
+        self.hold = self.config.hold()
+        self.state_type = HeldKeys if self.hold else NearFarState
         field = self.config.far_field(causal=False)
+        self._far_causal = self.config.far_field(causal=True) is not None
         self.far = field and registry.build(
             field[1],
             head_dim=self.head_dim,
@@ -475,10 +477,9 @@ class NearFar(Mechanism):
         """As `Mechanism.reached`: without a far field, the window alone surely reads a key that is
         no sink.
         """
-        if self.config.far_field(causal=True) or t < self.config.first(causal=True):
+        if self._far_causal or t < self.config.first(causal=True):
             return range(t + 1, length)
-        hold = self.config.hold()
-        window = hold.recent if hold else self.config.near(causal=True)
+        window = self.hold.recent if self.hold else self.config.near(causal=True)
         return range(t + 1, min(length, t + 1 + window))
 
     @classmethod
@@ -504,7 +505,7 @@ class NearFar(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
     ) -> dict[str, list[Partial]]:
         """Sums over disjoint sets of keys that are all keys together."""
-        if mask.causal and self.config.hold():
+        if mask.causal and self.hold:
             held = self._held(q, k, v, mask.key, None, scale, apart=True)[0]
             return {name: [held[name]] if name in held else [] for name in ("near", "heavy", "far")}
         q, k, v = (t if t.dtype == torch.float64 else t.float() for t in (q, k, v))
@@ -575,7 +576,7 @@ class NearFar(Mechanism):
         return heavy_keys(mass, opened, count=min(heavy, k.shape[2]), first=max(1, sinks))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-        if mask.causal and self.config.hold():
+        if mask.causal and self.hold:
             parts = self._held(q, k, v, mask.key, None, scale, sums=False)[0]
             return _merged(parts).to(v.dtype)
         part = self._partial(q, k, v, mask, scale)
@@ -586,7 +587,7 @@ class NearFar(Mechanism):
         return part.output().to(v.dtype)
 
     def _partial(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Partial:
-        if mask.causal and self.config.hold():
+        if mask.causal and self.hold:
             return combine(self._held(q, k, v, mask.key, None, scale)[0].values())
         if not mask.causal and self.config.clustered:
             return self._joined(q, k, v, mask, scale)
@@ -679,14 +680,13 @@ class NearFar(Mechanism):
         sums: bool = True,
     ) -> tuple[dict[str, Partial], HeldKeys]:
         """`stream` with this mechanism's sizes and far field."""
-        hold = self.config.hold()
-        assert hold is not None
+        assert self.hold is not None
         far = None
-        if self.far is not None and self.config.far_field(causal=True):
+        if self.far is not None and self._far_causal:
             far = _Behind(self.far, self.far._scale(scale), k.shape[1], v.shape[3])
         before = max(0, q.shape[2] - k.shape[2])  # queries that stand before the first key
         parts, state = stream(
-            q[:, :, before:], k, v, opened, state, hold, scale, far, apart=apart, sums=sums
+            q[:, :, before:], k, v, opened, state, self.hold, scale, far, apart=apart, sums=sums
         )
         if before:
             for name, part in parts.items():
@@ -710,7 +710,7 @@ class NearFar(Mechanism):
         if queries > new:
             raise ShapeError(f"prefill needs L ≤ S, given L={queries} queries for S={new} new keys")
         dtype = v.dtype
-        if self.config.hold():
+        if self.hold:
             found, state = self._held(q, k, v, key_mask, state, scale, sums=False)
             return _merged(found).to(dtype), state
         q, k, v = (t if t.dtype == torch.float64 else t.float() for t in (q, k, v))
@@ -737,7 +737,7 @@ class NearFar(Mechanism):
         # The keys that leave the ring now are those that the far field has yet to read.
         to_far = torch.cat([state.to_far, opened & ~taken], 1)
         far_state = None
-        if self.far is not None and self.config.far_field(causal=True):
+        if self.far is not None and self._far_causal:
             far, far_state = self.far._prefill_partial(
                 q, both.k[:, :, :new], both.v[:, :, :new], state.far, to_far[:, :new],
                 self.far._scale(scale),
