@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import subquad as sq
 from subquad.attention.hybrid import stream as module
 from subquad.attention.hybrid.stream import SEVERAL, HeldKeys, Hold, stream
+from subquad.errors import ShapeError
 from subquad.kernels.native import held, library
 
 pytestmark = pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
@@ -25,7 +26,7 @@ SIZES = [
     # B, Kv, G, L, S, D, V
     (2, 3, 1, 131, 131, 7, 11),
     (1, 2, 3, 300, 300, 16, 32),
-    (2, 1, 2, 5, 9, 3, 2),
+    (2, 1, 2, 19, 19, 1, 1),
     (1, 2, 1, 40, 301, 64, 64),
     (2, 2, 2, 3, 70, 70, 5),
 ]
@@ -223,8 +224,112 @@ def test_the_struct_is_the_one_that_c_has():
     assert library.library().subquad_held_call_size() == ctypes.sizeof(held._HeldCall)
 
 
-def test_time_grows_with_the_length_alone():
-    mech = sq.build("near_far", head_dim=32, num_heads=4)
+@pytest.mark.parametrize("kind", ["queries", "keys", "values"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_nan_is_not_hidden(kind, masked):
+    given = case((2, 2, 2, 90, 90, 16, 16))
+    at = ("queries", "keys", "values").index(kind)
+    given[at][0, 1, 40, 3] = float("nan")
+    opened = torch.ones(2, 90, dtype=torch.bool)
+    opened[:, 5] = not masked
+    leaves = [t.requires_grad_() for t in given]
+    out = stream(*leaves, opened, None, HOLDS[0], 0.25)[0]["held"].output()
+    spoilt = out.isnan().any(-1)
+    head = slice(1, 2) if kind == "queries" else slice(2, 4)  # keys serve a group of two
+    assert bool(spoilt[0, head, 40].all())
+    others = torch.ones(2, 4, dtype=torch.bool)
+    others[0, head] = False
+    assert not spoilt[others].any()
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert bool(grads[at][0, 1].isnan().any()) or kind == "values"
+    for grad in grads:
+        assert bool(grad[1].isfinite().all())
+
+
+def test_infinity_let_go_spoils_no_gradient():
+    q, k, v = (t.requires_grad_() for t in case((1, 1, 1, 90, 90, 4, 4)))
+    with torch.no_grad():  # nobody looks at the third key: it goes as soon as it may
+        q[..., 0], k[..., 0], k[:, :, 3, 0], v[:, :, 3] = 4.0, 0.0, -5.0, float("inf")
+    out = stream(q, k, v, None, None, Hold(8, 2, 0), 1.0)[0]["held"].num
+    assert bool(out[:, :, 3].isinf().all()) and bool(out[:, :, 30:].isfinite().all())
+    for grad in torch.autograd.grad(out[:, :, 60:].sum(), (q, k, v)):
+        assert bool(grad[:, :, 60:].isfinite().all())
+
+
+def test_inputs_in_any_layout():
+    given = case((2, 2, 2, 50, 50, 16, 16))
+    other = [t.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0) for t in given]
+    assert other[0].stride(3) != 1
+    first, state = stream(*given, None, None, HOLDS[0], 0.25)
+    second, _ = stream(*other, None, None, HOLDS[0], 0.25)
+    assert torch.equal(first["held"].num, second["held"].num)
+    turned = HeldKeys(
+        *(t.transpose(0, 1).contiguous().transpose(0, 1) for t in (state.kv, state.mass)),
+        state.held, None, state.even,
+    )  # fmt: skip
+    (one, a), (two, b) = (stream(*given, None, s, HOLDS[0], 0.25) for s in (state, turned))
+    assert torch.equal(one["held"].num, two["held"].num) and torch.equal(a.mass, b.mass)
+
+
+def test_gradient_of_normalisers_alone():
+    given = case((1, 2, 1, 70, 70, 8, 8))
+    found = {}
+    for backend, numbers in (("native", given), ("torch", [t.double() for t in given])):
+        leaves = [t.clone().requires_grad_() for t in numbers]
+        with sq.kernels.use(backend):
+            part = stream(*leaves, None, None, HOLDS[0], 0.25)[0]["held"]
+        found[backend] = torch.autograd.grad(part.log_scale.square().sum(), leaves[:2])
+    for one, other in zip(*found.values(), strict=True):
+        assert (one - other).abs().max() <= BOUND * other.abs().max()
+
+
+def test_gradients_by_several_threads(monkeypatch):
+    given = case((3, 3, 2, 90, 90, 16, 16))
+
+    def gradients():
+        leaves = [t.clone().requires_grad_() for t in given]
+        out = stream(*leaves, None, None, HOLDS[0], 0.25)[0]["held"].num
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    alone, before = gradients(), torch.get_num_threads()
+    monkeypatch.setattr(held, "WORTH", 1)
+    try:
+        torch.set_num_threads(3)
+        found = gradients()
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, found, alone))
+
+
+def test_a_state_of_inference_mode_goes_on_with_gradients():
+    given = case((1, 2, 1, 50, 50, 8, 8))
+    with torch.inference_mode():
+        state = stream(*given, None, None, HOLDS[0], 0.25)[1]
+    leaves = [t.requires_grad_() for t in given]
+    out = stream(*leaves, None, state, HOLDS[0], 0.25)[0]["held"].num
+    assert all(bool(g.any()) for g in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_the_default_device_is_not_asked():
+    given = case((1, 2, 1, 150, 150, 8, 8))
+    wanted = stream(*given, None, None, HOLDS[0], 0.25)[0]["held"].num
+    with torch.device("meta"):
+        found = stream(*given, None, None, HOLDS[0], 0.25)[0]["held"].num
+    assert torch.equal(found, wanted)
+
+
+def test_rows_of_other_batches_are_refused():
+    given = case((2, 2, 1, 50, 50, 8, 8))
+    state = stream(*[t[:1] for t in given], None, None, HOLDS[0], 0.25)[1]
+    with pytest.raises(ShapeError, match="B=1 rows"):
+        stream(*given, None, state, HOLDS[0], 0.25)
+    with pytest.raises(ShapeError, match=r"opened must be \(B=2, S=50\), given \(1, 50\)"):
+        stream(*given, torch.ones(1, 50, dtype=torch.bool), None, HOLDS[0], 0.25)
+
+
+@pytest.mark.parametrize("far", ["auto", "performer(features=16)"])
+def test_time_grows_with_the_length_alone(far):
+    mech = sq.build(f"near_far(far={far}, heavy=60)", head_dim=32, num_heads=4)
 
     def seconds(tokens):
         q = randn(1, 4, tokens, 32, seed=1).requires_grad_()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["has_data", "large_pages"]
 
@@ -21,8 +22,12 @@ PAGE = 2 << 20
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether there are numbers behind a tensor: not in fake mode, nor in a transform."""
-    return not isinstance(tensor, FakeTensor) and peek_interpreter_stack() is None
+    """Whether there are numbers behind a tensor: not in fake mode, nor in a transform, nor where
+    a class of tensors wraps others.
+    """
+    if isinstance(tensor, FakeTensor) or peek_interpreter_stack() is not None:
+        return False
+    return not is_traceable_wrapper_subclass(tensor)
 
 
 def large_pages(*tensors: Tensor) -> None:

@@ -123,11 +123,11 @@ class HeldKeys(State):
                 f"the state has {self.kv.shape[2]} places, not the {hold.size} of sinks, heavy "
                 "and window: it comes from other options"
             )
-        heads, width = self.kv.shape[1], self.kv.shape[3]
-        if (heads, width) != (k.shape[1], k.shape[3] + v.shape[3]):
+        batch, heads, _, width = self.kv.shape
+        if (batch, heads, width) != (*k.shape[:2], k.shape[3] + v.shape[3]):
             raise ShapeError(
-                f"k and v must continue the state's Hkv={heads} heads of D + V = {width}, given "
-                f"{tuple(k.shape)} and {tuple(v.shape)}"
+                f"k and v must continue the state's B={batch} rows and Hkv={heads} heads of "
+                f"D + V = {width}, given {tuple(k.shape)} and {tuple(v.shape)}"
             )
         if self.kv.dtype != k.dtype:
             raise DtypeError(f"k must have the state's dtype {self.kv.dtype}, given {k.dtype}")
@@ -194,6 +194,10 @@ def stream(
         state = HeldKeys.empty(k, v, hold, far)
     else:
         state.check(k, v, hold)
+    if opened is not None and opened.shape != (len(k), k.shape[2]):
+        raise ShapeError(
+            f"opened must be (B={len(k)}, S={k.shape[2]}), given {tuple(opened.shape)}"
+        )
     if opened is not None and bool(opened.all()):
         opened = None
     k, v = clear(k, v, Mask(key=opened))
@@ -274,7 +278,7 @@ class _Run:
         )  # fmt: skip
         den = log_scale.new_ones(()).expand_as(log_scale)
         if even is None:
-            there = log_scale > 0.5 * EMPTY_LOG_SCALE
+            there = ~(log_scale <= 0.5 * EMPTY_LOG_SCALE)  # NaN is a key's
             den, log_scale = there.to(den.dtype), log_scale.masked_fill(~there, EMPTY_LOG_SCALE)
         found = {"held": (num, den, log_scale)}
         found = {name: tuple(t.unflatten(1, groups) for t in sums) for name, sums in found.items()}
@@ -287,16 +291,18 @@ class _Run:
 
         behind = state.far
         if self.far is not None and even is not None:
-            counts, each = self.counts(k.shape[2], even), iter(gone.unbind(2))
+            counts, times = self.counts(k.shape[2], even), gone.shape[2]
+            # Gathered at once: the gradient of each gather is as long as all tokens.
+            each = iter(_split(of(gone.flatten(2)), [hold.block] * times, 2) if times else ())
             away: list[Tensor | None] = []
             for count in counts:
                 even += count
                 away.append(None)
                 if even == hold.size:
                     even -= hold.block
-                    away[-1] = of(next(each))
+                    away[-1] = next(each)
             found["far"], behind = self.behind(x, counts, away, behind)
-        free = torch.arange(hold.size) >= filled[:, None]
+        free = torch.arange(hold.size, device=filled.device) >= filled[:, None]
         kv = of(places).masked_fill(free[:, None, :, None], 0.0)
         return found, HeldKeys(kv, mass, filled, behind, None if even is None else int(filled[0]))
 

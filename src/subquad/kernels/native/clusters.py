@@ -126,7 +126,7 @@ def nearest(x: Tensor, centres: Tensor, half: Tensor) -> Tensor:
     native = library()
     assert native is not None, "asked before"
     held: list[Tensor] = []
-    found = torch.empty(x.shape[:3], dtype=torch.int64)
+    found = x.new_empty(x.shape[:3], dtype=torch.int64)
     call = _NearestCall(
         _rows(held, x), _whole(held, centres), _whole(held, half), found.data_ptr(), *x.shape,
         centres.shape[2], _threads(2 * x.numel() * centres.shape[2]), 0,
@@ -176,7 +176,7 @@ class _Read(torch.autograd.Function):
         held: list[Tensor] = []
         call = _read_call(held, tables, window, scale, offset, *given)
         num = q.new_empty(*q.shape[:3], call.value)
-        den, log_scale = torch.empty(2, *q.shape[:3], dtype=q.dtype)
+        den, log_scale = q.new_empty(2, *q.shape[:3])
         call.num, call.den, call.scale = num.data_ptr(), den.data_ptr(), log_scale.data_ptr()
         native.subquad_read_clusters(ctypes.byref(call))
         ctx.save_for_backward(*given)
@@ -239,7 +239,7 @@ def _read_call(
         call.cluster = whole(window.cluster, torch.int64)
         widths = window.widths
         if widths is None:
-            widths = torch.full((batch,), window.width)
+            widths = torch.full((batch,), window.width, device=q.device)
         call.widths = whole(widths, torch.int64)
         call.tokens, call.exact = k.shape[2], window.exact
         span = 2 * window.width

@@ -70,7 +70,7 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
 
-NONE = torch.empty(0)
+NONE = torch.empty(0, device="cpu")
 """In the place of results that were not asked for."""
 
 WORTH = 20_000_000
@@ -164,7 +164,7 @@ def forward(p: Problem, keep: int) -> Result:
     call.s_history, call.z_history, call.c_history = (t.data_ptr() for t in history)
     if native.subquad_forward(ctypes.byref(call)):
         return linear.forward(p, keep)
-    flags = torch.zeros((p.rows, p.groups, p.queries if keep else 0), dtype=torch.bool)
+    flags = p.q.new_zeros(p.rows, p.groups, p.queries if keep else 0, dtype=torch.bool)
     return Result(out, den, scale, (s, z, c, mass), history, flags)
 
 

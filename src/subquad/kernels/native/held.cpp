@@ -280,20 +280,24 @@ class Held {
 
   void answer(const Step& step) {
     const int64_t rows = step.last - step.first;
+    int64_t before = held;
+    for (int64_t r = 0; r < rows; r++) before -= opened(step.first + r);
     for (int64_t g = 0; g < call.groups; g++) {
       const int64_t head = h * call.groups + g;
       logits(step, head);
+      int64_t there = before;
       float* lse = call.lse + (b * call.kv * call.groups + head) * (call.tokens - call.early) - call.early;
       for (int64_t r = 0; r < rows; r++) {
         float* s = scores + r * ln;
-        Vec most = all(ABSENT), total{};
-        for (int64_t i = 0; i < wide_n; i += W) most = larger(load(s + i), most);
-        const float highest = top(most);
-        if (highest <= 0.1f * ABSENT) {  // no key yet
+        there += opened(step.first + r);
+        if (there == 0) {  // no key yet
           clear(s, wide_n);
           lse[step.first + r] = ABSENT;
           continue;
         }
+        Vec most = all(ABSENT), total{};
+        for (int64_t i = 0; i < wide_n; i += W) most = larger(load(s + i), most);
+        const float highest = top(most);
         for (int64_t i = 0; i < wide_n; i += W) {
           const Vec e = exp2(load(s + i) - highest);
           store(s + i, e);

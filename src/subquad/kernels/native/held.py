@@ -88,6 +88,8 @@ def attend(
         the origins (B, Hkv, N) of what is held then, and those (B, Hkv, times, block) of the keys
         let go, −1 behind a row's last time.
     """
+    if held.is_inference() and not torch.is_inference_mode_enabled():  # cannot be kept for backward
+        state, mass, held = state.clone(), mass.clone(), held.clone()
     tensors = [t.to(torch.float32) for t in (q, k, v, state)]
     found: tuple[Tensor, ...] = _Attend.apply(  # type: ignore[no-untyped-call]  # torch's own
         (hold, fading, scale), opened, mass, held, *tensors
@@ -107,9 +109,9 @@ class _Attend(torch.autograd.Function):
         kept: list[Tensor] = []
         most = max(0, k.shape[2] + int(held.max()) - hold.size + hold.block) // hold.block
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        lse, new_mass = q.new_empty(q.shape[:3]), torch.empty_like(mass, dtype=torch.float32)
-        new_held, places = torch.empty_like(held), torch.empty(mass.shape, dtype=torch.int64)
-        gone = torch.full((*k.shape[:2], most, hold.block), -1, dtype=torch.int32)
+        lse, new_mass = q.new_empty(q.shape[:3]), q.new_empty(mass.shape)
+        new_held, places = (q.new_empty(shape, dtype=torch.int64) for shape in (len(q), mass.shape))
+        gone = q.new_full((*k.shape[:2], most, hold.block), -1, dtype=torch.int32)
         call = _call(options, opened, held, q, k, v, state, gone, kept)
         call.num, call.lse = _rows(kept, out), lse.data_ptr()
         call.mass_in = _whole(kept, mass, torch.float32)

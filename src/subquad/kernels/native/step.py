@@ -67,7 +67,9 @@ class Step:
         # One token's sums can be written where they are read. More tokens go another way, which
         # gives up a row that underflows before its sums are whole; so do odd widths.
         self.in_place = k.shape[2] == tokens == 1 and value % WIDEST == 0
-        self.den, self.scale = torch.empty(2, batch * heads * tokens, dtype=torch.float32)
+        self.den, self.scale = torch.empty(
+            2, batch * heads * tokens, dtype=torch.float32, device="cpu"
+        )
         call = self.call = _Call()
         for name, w in zip(("query", "key"), self.weights, strict=True):
             strides = w.stride() if w.dim() == 4 else (0, *w.stride())
@@ -133,7 +135,7 @@ class Step:
             donate: whether the new sums may be written where the given ones are.
         """
         call = self.call
-        out = torch.empty(self.out_shape, dtype=self.out_dtype)
+        out = torch.empty(self.out_shape, dtype=self.out_dtype, device="cpu")
         self.q.data, self.k.data, self.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
         opened = None if key_mask is None else key_mask.contiguous()
         call.open = None if opened is None else opened.data_ptr()
@@ -156,13 +158,15 @@ class Step:
         return bad
 
     def _new_sums(self) -> Sums:
-        s, z, c, mass = (torch.empty(shape, dtype=torch.float32) for shape in self.shapes)
+        s, z, c, mass = (
+            torch.empty(shape, dtype=torch.float32, device="cpu") for shape in self.shapes
+        )
         return s, z, c, mass
 
     def look(self, q: Tensor, sums: Sums) -> Tensor:
         """Output of queries that read a state, which stays as it is."""
         call = self.call
-        out = torch.empty(self.out_shape, dtype=self.out_dtype)
+        out = torch.empty(self.out_shape, dtype=self.out_dtype, device="cpu")
         self.q.data, self.out.data = q.data_ptr(), out.data_ptr()
         call.s_in, call.z_in, call.c_in, call.mass_in = (t.data_ptr() for t in sums)
         self._run()

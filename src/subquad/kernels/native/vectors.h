@@ -91,7 +91,7 @@ static inline Vec exp2(Vec x) {
   std::memcpy(&power, &shifted, sizeof shifted);
   bits += power << 23;
   std::memcpy(&p, &bits, sizeof p);
-  return choose(x <= all(-126.0f), Vec{}, p);
+  return choose(x == x, choose(x <= all(-126.0f), Vec{}, p), x);  // NaN's bits would be an exponent
 #endif
 }
 
