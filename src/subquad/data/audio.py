@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from subquad.data.pairs import BadRecord, Records
 from subquad.errors import DtypeError, OptionError, ShapeError
-from subquad.kernels.precision import own_precision
 from subquad.options import choice_problem, integer_problem, number_problem
 
 __all__ = ["LogMel", "Speech", "mel_filters", "read_wav", "resample", "wav_length"]
@@ -392,7 +391,7 @@ class LogMel(nn.Module):
             ShapeError: there are none.
         """
         _check_samples(samples)
-        with own_precision(samples):
+        with torch.autocast(samples.device.type, enabled=False):
             wide = samples if samples.dtype == torch.float64 else samples.float()
             filters = mel_filters(
                 self.rate, self.fft // 2 + 1, self.mels, self.scale, self.low, self.high

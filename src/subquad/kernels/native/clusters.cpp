@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "rows.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -22,18 +23,10 @@ constexpr int MOST = 8;               // clusters of a query whose members are r
 constexpr float ABSENT = -1e30f;      // the least logit, as in Python
 constexpr int64_t WIDEST = 16;
 constexpr float SPREAD = 4.0f;
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 
 }  // namespace
 
 extern "C" {
-
-// (B, heads, n, width) with element (b, h, i, d) at data[b*batch + h*head + i*token + d].
-struct Strided {
-  const float* data;
-  int64_t batch, head, token;
-};
 
 struct ReadCall {
   Strided q, k, v;                             // k, v: null without a window

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from subquad.kernels.dispatch import forced
 from subquad.kernels.memory import has_data
+from subquad.kernels.native.arguments import Strided, rows, whole
 from subquad.kernels.native.engine import WORTH
 from subquad.kernels.native.library import library
 
@@ -28,16 +29,9 @@ VECTOR = 16
 """Numbers to a multiple of which rows of gradients are padded: the widest vector has as many."""
 
 
-class _Strided(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
-    ]
-
-
 class _ReadCall(ctypes.Structure):
     _fields_ = [
-        *((name, _Strided) for name in ("q", "k", "v")),
+        *((name, Strided) for name in ("q", "k", "v")),
         *(
             (name, ctypes.c_void_p)
             for name in (
@@ -62,7 +56,7 @@ class _ReadCall(ctypes.Structure):
 
 class _NearestCall(ctypes.Structure):
     _fields_ = [
-        ("x", _Strided),
+        ("x", Strided),
         *((name, ctypes.c_void_p) for name in ("centres", "half", "found")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "width", "count")),
         ("threads", ctypes.c_int32),
@@ -72,7 +66,7 @@ class _NearestCall(ctypes.Structure):
 
 class _SumsCall(ctypes.Structure):
     _fields_ = [
-        ("x", _Strided),
+        ("x", Strided),
         *((name, ctypes.c_void_p) for name in ("weight", "cluster", "sums")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "tokens", "width", "count")),
         ("threads", ctypes.c_int32),
@@ -101,20 +95,6 @@ def _threads(work: int) -> int:
     return min(torch.get_num_threads(), 1 + work // WORTH)
 
 
-def _whole(held: list[Tensor], t: Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
-    """Address of a contiguous tensor, which `held` keeps alive."""
-    if t is None:
-        return None
-    held.append(t.detach().to(dtype).contiguous())
-    return held[-1].data_ptr()
-
-
-def _rows(held: list[Tensor], t: Tensor) -> _Strided:
-    """(B, heads, n, width) whose rows are contiguous."""
-    held.append(t.detach() if t.stride(3) == 1 or t.shape[3] == 1 else t.detach().contiguous())
-    return _Strided(held[-1].data_ptr(), *held[-1].stride()[:3])
-
-
 def nearest(x: Tensor, centres: Tensor, half: Tensor) -> Tensor:
     """The first centre (B, h, N) with the least half − x·c.
 
@@ -128,7 +108,7 @@ def nearest(x: Tensor, centres: Tensor, half: Tensor) -> Tensor:
     held: list[Tensor] = []
     found = x.new_empty(x.shape[:3], dtype=torch.int64)
     call = _NearestCall(
-        _rows(held, x), _whole(held, centres), _whole(held, half), found.data_ptr(), *x.shape,
+        rows(held, x), whole(held, centres), whole(held, half), found.data_ptr(), *x.shape,
         centres.shape[2], _threads(2 * x.numel() * centres.shape[2]), 0,
     )  # fmt: skip
     native.subquad_nearest(ctypes.byref(call))
@@ -142,7 +122,7 @@ def sums(x: Tensor, cluster: Tensor, count: int, weight: Tensor | None) -> Tenso
     held: list[Tensor] = []
     total = x.new_empty(*x.shape[:2], count, x.shape[3])
     call = _SumsCall(
-        _rows(held, x), _whole(held, weight), _whole(held, cluster, torch.int64),
+        rows(held, x), whole(held, weight), whole(held, cluster, torch.int64),
         total.data_ptr(), *x.shape, count, _threads(2 * x.numel()), 0,
     )  # fmt: skip
     native.subquad_sums(ctypes.byref(call))
@@ -192,7 +172,7 @@ class _Read(torch.autograd.Function):
         given = ctx.saved_tensors
         held: list[Tensor] = []
         call = _read_call(held, *ctx.options, *given)
-        call.num_bar, call.den_bar = _whole(held, num_bar), _whole(held, den_bar)
+        call.num_bar, call.den_bar = whole(held, num_bar), whole(held, den_bar)
         bars: list[Tensor | None] = []
         for name, t in zip(_BARS, given, strict=True):
             bar = None
@@ -221,26 +201,26 @@ def _read_call(
     batch, heads, queries, width = q.shape
     count, clusters = spread.shape[:2]
     value, kv = values.shape[-1] - 1, count // batch
-    whole, rows = functools.partial(_whole, held), functools.partial(_rows, held)
+    given, strided = functools.partial(whole, held), functools.partial(rows, held)
     call = _ReadCall()
-    call.q = rows(q)
-    call.keys, call.values = whole(keys), whole(values)
-    call.spread, call.whiten = whole(spread), whole(tables.whiten)
+    call.q = strided(q)
+    call.keys, call.values = given(keys), given(values)
+    call.spread, call.whiten = given(spread), given(tables.whiten)
     if members is not None:
-        call.members, call.member_values = whole(members), whole(member_values)
-        call.place = whole(tables.place, torch.int64)
+        call.members, call.member_values = given(members), given(member_values)
+        call.place = given(tables.place, torch.int64)
         call.each, call.refine = members.shape[2], min(tables.refine, clusters)
     span = 0
     if window is not None:
         assert k is not None and v is not None, "of the window"
-        call.k, call.v = rows(k), rows(v)
-        call.open = whole(window.opened, torch.bool)
-        call.weight = whole(weight)
-        call.cluster = whole(window.cluster, torch.int64)
+        call.k, call.v = strided(k), strided(v)
+        call.open = given(window.opened, torch.bool)
+        call.weight = given(weight)
+        call.cluster = given(window.cluster, torch.int64)
         widths = window.widths
         if widths is None:
             widths = torch.full((batch,), window.width, device=q.device)
-        call.widths = whole(widths, torch.int64)
+        call.widths = given(widths, torch.int64)
         call.tokens, call.exact = k.shape[2], window.exact
         span = 2 * window.width
     call.batch, call.kv, call.groups = batch, kv, heads // kv

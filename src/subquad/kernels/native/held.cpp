@@ -9,6 +9,7 @@
 #include <cmath>
 #include <vector>
 
+#include "rows.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -16,22 +17,14 @@ namespace {
 
 constexpr int64_t BLOCK = 16;             // tokens whose queries are answered at a time, at most
 constexpr float ABSENT = -1e30f;          // logit of an empty place, log-sum of a row without keys
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 
 }  // namespace
 
 extern "C" {
 
-// (B, heads, n, width) with element (b, h, i, d) at data[b*batch + h*head + i*token + d].
-struct HeldRows {
-  float* data;
-  int64_t batch, head, token;
-};
-
 // Origins count the places of the incoming state first, then the tokens.
 struct HeldCall {
-  HeldRows q, k, v, num, num_bar, q_bar, k_bar, v_bar;
+  Strided q, k, v, num, num_bar, q_bar, k_bar, v_bar;
   const uint8_t* open;                     // (B, S), or null: all
   const float *state, *mass_in;            // (B, Hkv, N, D + V), (B, Hkv, N)
   const int64_t* held_in;                  // (B)
@@ -182,7 +175,7 @@ class Held {
 
   bool opened(int64_t t) const { return !call.open || call.open[b * call.tokens + t]; }
 
-  float* row(const HeldRows& rows, int64_t head, int64_t i) const {
+  float* row(const Strided& rows, int64_t head, int64_t i) const {
     return rows.data + b * rows.batch + head * rows.head + i * rows.token;
   }
 

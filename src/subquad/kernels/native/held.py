@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from subquad.kernels.dispatch import forced
 from subquad.kernels.memory import has_data
+from subquad.kernels.native.arguments import Strided, rows, whole
 from subquad.kernels.native.engine import DTYPES, WORTH
 from subquad.kernels.native.library import library
 
@@ -20,16 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["attend", "takes"]
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
-    ]
-
-
 class _HeldCall(ctypes.Structure):
     _fields_ = [
-        *((name, _Rows) for name in ("q", "k", "v", "num", "num_bar", "q_bar", "k_bar", "v_bar")),
+        *((name, Strided) for name in ("q", "k", "v", "num", "num_bar", "q_bar", "k_bar", "v_bar")),
         *(
             (name, ctypes.c_void_p)
             for name in (
@@ -113,8 +107,8 @@ class _Attend(torch.autograd.Function):
         new_held, places = (q.new_empty(shape, dtype=torch.int64) for shape in (len(q), mass.shape))
         gone = q.new_full((*k.shape[:2], most, hold.block), -1, dtype=torch.int32)
         call = _call(options, opened, held, q, k, v, state, gone, kept)
-        call.num, call.lse = _rows(kept, out), lse.data_ptr()
-        call.mass_in = _whole(kept, mass, torch.float32)
+        call.num, call.lse = rows(kept, out), lse.data_ptr()
+        call.mass_in = whole(kept, mass)
         call.mass, call.held, call.places = (t.data_ptr() for t in (new_mass, new_held, places))
         native.subquad_held(ctypes.byref(call))
         ctx.save_for_backward(opened, held, q, k, v, state, out, lse, gone)
@@ -135,10 +129,10 @@ class _Attend(torch.autograd.Function):
             torch.empty_like(t, memory_format=plain) for t in (q, k, v, state)
         ]
         call = _call(ctx.options, opened, held, q, k, v, state, gone, kept)
-        call.num, call.lse = _rows(kept, out), lse.data_ptr()
-        call.num_bar = _rows(kept, torch.zeros_like(out) if out_bar is None else out_bar)
-        call.lse_bar = None if lse_bar is None else _whole(kept, lse_bar, torch.float32)
-        call.q_bar, call.k_bar, call.v_bar = (_rows(kept, t) for t in (q_bar, k_bar, v_bar))
+        call.num, call.lse = rows(kept, out), lse.data_ptr()
+        call.num_bar = rows(kept, torch.zeros_like(out) if out_bar is None else out_bar)
+        call.lse_bar = whole(kept, lse_bar)
+        call.q_bar, call.k_bar, call.v_bar = (rows(kept, t) for t in (q_bar, k_bar, v_bar))
         call.state_bar = state_bar.data_ptr()
         native.subquad_held_backward(ctypes.byref(call))
         return None, None, None, None, *bars
@@ -150,10 +144,10 @@ def _call(
 ) -> _HeldCall:  # fmt: skip
     hold, fading, scale = options
     call = _HeldCall()
-    call.q, call.k, call.v = (_rows(kept, t) for t in (q, k, v))
-    call.open = None if opened is None else _whole(kept, opened, torch.bool)
-    call.state, call.gone = _whole(kept, state, torch.float32), gone.data_ptr()
-    call.held_in = _whole(kept, held, torch.int64)
+    call.q, call.k, call.v = (rows(kept, t) for t in (q, k, v))
+    call.open = whole(kept, opened, torch.bool)
+    call.state, call.gone = whole(kept, state), gone.data_ptr()
+    call.held_in = whole(kept, held, torch.int64)
     call.batch, call.kv, call.tokens, call.width = k.shape
     call.groups, call.early = q.shape[1] // k.shape[1], k.shape[2] - q.shape[2]
     call.value, call.size, call.most = v.shape[3], hold.size, gone.shape[2]
@@ -162,15 +156,3 @@ def _call(
     work = 2 * q.shape[0] * q.shape[1] * q.shape[2] * hold.size * (call.width + call.value)
     call.threads = min(torch.get_num_threads(), 1 + work // WORTH)
     return call
-
-
-def _whole(kept: list[Tensor], t: Tensor, dtype: torch.dtype) -> int:
-    """Address of a contiguous tensor, which `kept` keeps alive."""
-    kept.append(t.detach().to(dtype).contiguous())
-    return kept[-1].data_ptr()
-
-
-def _rows(kept: list[Tensor], t: Tensor) -> _Rows:
-    """(B, heads, n, width) whose rows are contiguous."""
-    kept.append(t.detach() if t.stride(3) == 1 or t.shape[3] == 1 else t.detach().contiguous())
-    return _Rows(kept[-1].data_ptr(), *kept[-1].stride()[:3])

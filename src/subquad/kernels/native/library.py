@@ -32,7 +32,7 @@ from subquad.errors import SubquadError
 __all__ = ["Build", "build", "library", "reason", "reset"]
 
 SOURCES = ("linear.cpp", "clusters.cpp", "held.cpp")
-HEADERS = ("vectors.h", "threads.h")
+HEADERS = ("vectors.h", "threads.h", "rows.h")
 COMMON = (
     "-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-fno-math-errno",
     "-fno-trapping-math", "-fvisibility=hidden",

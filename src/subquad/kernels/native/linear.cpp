@@ -16,8 +16,6 @@ namespace {
 constexpr float EMPTY = -1e30f;
 constexpr float NOWHERE = 2 * EMPTY;  // level of the columns behind M: their features are 0
 constexpr float TINY = 5.421010862427522e-20f;  // 2^-64
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float RELU_EPSILON = 1e-3f;
 
 enum Activation { EXP = 0, RELU = 1, ELU = 2 };

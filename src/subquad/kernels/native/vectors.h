@@ -17,6 +17,7 @@ constexpr int W = 8, PANEL = 2;
 #else
 constexpr int W = 4, PANEL = 4;
 #endif
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr int ROWS = 6;    // of a tile: ROWS x PANEL sums stay in registers
 constexpr int LINES = 16;  // of memory asked for ahead with each tile
 
