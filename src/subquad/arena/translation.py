@@ -84,10 +84,12 @@ ENTRIES = (
     Entry(
         "near_far",
         {
-            "model.mechanism": "near_far(window=4, heavy=4, far=performer(features=64))",
+            "model.mechanism": "near_far(window=4, heavy=4, far=key_clusters(clusters=8))",
+            "model.decoder_mechanism": "near_far(window=4, heavy=4)",
             "model.cross_mechanism": PERFORMER,
         },
-        f"its cross-attention would see later queries: {PERFORMER} there",
+        "4 keys on each side, 4 heavy ones and 8 clusters; the decoder reads 12 keys it holds; its "
+        f"cross-attention would see later queries: {PERFORMER} there",
     ),
     Entry(
         "nat",
