@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 import subquad as sq
-from subquad.attention.hybrid import stream as module
 from subquad.attention.hybrid.stream import SEVERAL, HeldKeys, Hold, stream
 from subquad.errors import ShapeError
 from subquad.kernels.native import held, library
@@ -74,13 +73,15 @@ def agree(found, wanted, bound=BOUND):
         assert torch.equal(got.den > 0, there)
         error = (got.output().double() - part.output()).abs().amax().item()
         assert error <= bound, f"{name}: {error:.2e}"
+        # A sum of positive weights has the relative error of one, its logarithm as an absolute one.
         whole = (got.log_scale.double() + got.den.double().log())[there]
         assert torch.allclose(whole, (part.log_scale + part.den.log())[there], rtol=0, atol=bound)
     one, other = found[1], wanted[1]
     assert torch.equal(one.held, other.held) and one.even == other.even
     for row, count in enumerate(one.held.tolist()):
         assert torch.equal(one.kv[row, :, :count].double(), other.kv[row, :, :count])
-        # Each of up to S queries adds a weight, with the relative error of one.
+        # A mass is a sum of positive weights, each with the relative error of one; `atol` is for
+        # masses of weights that float32 has as zeros.
         assert torch.allclose(
             one.mass[row, :, :count].double(), other.mass[row, :, :count], rtol=bound, atol=bound
         )
@@ -350,4 +351,3 @@ def test_exact_attention_while_places_are_free():
     parts, _ = stream(q, k, v, None, None, Hold(64, 62, 4), 0.25)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
     assert (parts["held"].num - wanted).abs().max() <= BOUND
-    assert module.native is held

@@ -280,8 +280,8 @@ class _Run:
         if even is None:
             there = ~(log_scale <= 0.5 * EMPTY_LOG_SCALE)  # NaN is a key's
             den, log_scale = there.to(den.dtype), log_scale.masked_fill(~there, EMPTY_LOG_SCALE)
+        num, den, log_scale = (t.unflatten(1, groups) for t in (num, den, log_scale))
         found = {"held": (num, den, log_scale)}
-        found = {name: tuple(t.unflatten(1, groups) for t in sums) for name, sums in found.items()}
 
         def of(origins: Tensor) -> Tensor:
             token = (origins - hold.size).clamp_min(0)

@@ -138,7 +138,7 @@ def read(
     than `MOST` refined clusters. Differentiable in all that has numbers, but for `whiten`.
     """
     around = (None,) * 3 if window is None else (window.keys, window.values, window.weight)
-    found: tuple[Tensor, Tensor, Tensor] = _Read.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor, Tensor] = _Read.apply(  # type: ignore[no-untyped-call]  # torch's own
         tables, window, scale, offset, q, tables.keys, tables.values, tables.spread,
         tables.members, tables.member_values, *around,
     )  # fmt: skip
