@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import subquad as sq
 from subquad.attention.hybrid.stream import SEVERAL, HeldKeys, Hold, stream
-from subquad.errors import ShapeError
+from subquad.errors import DtypeError, ShapeError
 from subquad.kernels.native import held, library
 
 pytestmark = pytest.mark.skipif(library.compiler() is None, reason="needs a C++ compiler")
@@ -221,8 +221,9 @@ def test_other_calls_run_by_torch(ran):
     assert not ran
 
 
-def test_the_struct_is_the_one_that_c_has():
+def test_the_structs_are_those_that_c_has():
     assert library.library().subquad_held_call_size() == ctypes.sizeof(held._HeldCall)
+    assert library.library().subquad_held_step_size() == ctypes.sizeof(held._HeldStep)
 
 
 @pytest.mark.parametrize("kind", ["queries", "keys", "values"])
@@ -351,3 +352,175 @@ def test_exact_attention_while_places_are_free():
     parts, _ = stream(q, k, v, None, None, Hold(64, 62, 4), 0.25)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
     assert (parts["held"].num - wanted).abs().max() <= BOUND
+
+
+# ---- steps -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How often a prepared step ran."""
+    calls, run = [], held.Step.__call__
+    monkeypatch.setattr(held.Step, "__call__", lambda *given: calls.append(1) or run(*given))
+    return calls
+
+
+def decoded(mech, given, opened=None, state=None, count=1, donate=False, dtype=torch.float32):
+    """Outputs and state of tokens that come `count` at a time."""
+    outs = []
+    with torch.no_grad():
+        for at in range(0, given[0].shape[2], count):
+            part = [t[:, :, at : at + count].to(dtype) for t in given]
+            key = None if opened is None else opened[:, at : at + count]
+            out, state = mech.step(*part, state, key_mask=key, donate=donate)
+            outs.append(out)
+    return torch.cat(outs, 2), state
+
+
+def mechanism(hold, heads=4, kv=2, d=16, v=None):
+    spec = f"near_far(window={hold.window}, heavy={hold.heavy}, sinks={hold.sinks})"
+    return sq.build(spec, head_dim=d, num_heads=heads, num_kv_heads=kv, value_dim=v)
+
+
+def close(found, wanted):
+    (out, state), (other, last) = found, wanted
+    assert (out.double() - other).abs().max() <= BOUND
+    agree(({}, state), ({}, last))
+
+
+@pytest.mark.parametrize("hold", HOLDS, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 16, 16), (1, 3, 1, 7, 11), (3, 1, 4, 1, 1)], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("donate", [False, True])
+def test_prepared_steps_are_the_steps(steps, sizes, hold, count, masked, donate):
+    b, kv, g, d, v = sizes
+    mech = mechanism(hold, kv * g, kv, d, v)
+    tokens = 24 * count
+    given = case((b, kv, g, tokens, tokens, d, v))
+    opened = mask(b, tokens) if masked else None
+    with sq.kernels.use("torch"):
+        wanted = decoded(mech, given, opened, count=count, dtype=torch.float64)
+    assert not steps
+    close(decoded(mech, given, opened, count=count, donate=donate), wanted)
+    assert len(steps) == 24 - 2  # the first has no state, the second prepares
+
+
+def test_steps_go_on_from_any_state_and_any_call_from_theirs(steps):
+    mech, given = mechanism(HOLDS[0]), case((2, 2, 2, 90, 90, 16, 16))
+    with torch.no_grad():
+        wanted = mech(*given, causal=True)
+        parts = [[t[:, :, a:b] for t in given] for a, b in ((0, 40), (40, 60), (60, 90))]
+        out, state = mech.prefill(*parts[0])
+        outs = [out]
+        for part in (parts[1], parts[2]):
+            out, state = decoded(mech, part, state=state)
+            outs.append(out)
+        assert (torch.cat(outs, 2) - wanted).abs().max() <= BOUND
+        assert len(steps) == 50 - 1
+        more = mech.prefill(*parts[1], state=state)[0]
+        whole = mech(*(torch.cat([t, t[:, :, 40:60]], 2) for t in given), causal=True)
+        assert (more - whole[:, :, 90:]).abs().max() <= BOUND
+
+
+def test_only_a_donated_state_is_written_over(steps):
+    mech, given = mechanism(HOLDS[0]), case((2, 2, 2, 30, 30, 16, 16))
+    _, state = decoded(mech, given)
+    one = [t[:, :, :1] for t in given]
+    kept = [t.clone() for t in (state.kv, state.mass, state.held)]
+    with torch.no_grad():
+        out, new = mech.step(*one, state)
+        assert all(map(torch.equal, (state.kv, state.mass, state.held), kept))
+        found, last = mech.step(*one, state, donate=True)
+    assert torch.equal(out, found) and new.even == last.even
+    assert torch.equal(new.mass, last.mass) and torch.equal(new.held, last.held)
+    assert last.kv.data_ptr() == state.kv.data_ptr() != new.kv.data_ptr()
+    # Part of a graph, it stays for the gradients.
+    mech.prefill(*one, state=new)
+    leaf = given[1].clone().requires_grad_()
+    _, state = mech.prefill(given[0], leaf, given[2])
+    loss = state.kv.square().sum()
+    with torch.no_grad():
+        decoded(mech, one, state=state, donate=True)
+        decoded(mech, one, state=state, donate=True)
+    assert bool(torch.autograd.grad(loss, leaf)[0].any())
+
+
+def test_a_prepared_step_takes_no_call_that_is_another(steps):
+    mech, given = mechanism(HOLDS[0]), case((2, 2, 2, 30, 30, 16, 16))
+    _, state = decoded(mech, given)
+    q, k, v = one = [t[:, :, :1] for t in given]
+    ran = len(steps)
+    with torch.no_grad():
+        out = mech.step(*one, state)[0]
+        assert len(steps) == ran + 1
+        assert not torch.equal(mech.step(*one, state, scale=0.1)[0], out)
+        for bad in (
+            (q[:1], k[:1], v[:1], state),
+            (q, k[..., :3], v, state),
+            (q[0], k[0], v[0], state),
+            (*one, HeldKeys(state.kv[:, :, 1:], state.mass, state.held)),
+        ):
+            with pytest.raises(ShapeError):
+                mech.step(*bad)
+        broadcast = torch.ones(1, 1, dtype=torch.bool)
+        assert torch.allclose(mech.step(*one, state, key_mask=broadcast)[0], out, atol=BOUND)
+        with torch.autocast("cpu"), pytest.raises(DtypeError, match="state's dtype"):
+            mech.step(*one, state)
+        with sq.kernels.use("torch"):
+            mech.step(*one, state)
+        wide = HeldKeys(state.kv.double(), state.mass.double(), state.held, None, state.even)
+        assert mech.step(*(t.double() for t in one), wide)[0].dtype == torch.float64
+    q.requires_grad_()
+    mech.step(*one, state)[0].sum().backward()
+    assert q.grad is not None and len(steps) == ran + 1
+
+
+def test_steps_in_any_layout(steps):
+    mech, given = mechanism(HOLDS[0]), case((2, 2, 2, 30, 30, 16, 16))
+    wanted, last = decoded(mech, given)
+    heads_last = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in given]
+    found, state = decoded(mech, heads_last)
+    assert torch.equal(found, wanted) and torch.equal(state.mass, last.mass)
+    ran = len(steps)
+    apart = [t.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0) for t in given]
+    found, _ = decoded(mech, apart)
+    assert (found - wanted).abs().max() <= BOUND and len(steps) == ran
+    turned = HeldKeys(
+        *(t.transpose(0, 1).contiguous().transpose(0, 1) for t in (last.kv, last.mass)),
+        last.held, None, last.even,
+    )  # fmt: skip
+    one = [t[:, :, :1] for t in given]
+    decoded(mech, one, state=last)
+    a, b = (decoded(mech, one, state=state)[0] for state in (last, turned))
+    assert (a - b).abs().max() <= BOUND
+
+
+def test_a_step_reads_no_empty_place_and_hides_no_nan(steps):
+    mech, given = mechanism(HOLDS[2]), case((2, 2, 2, 30, 30, 16, 16))
+    _, state = decoded(mech, given)
+    one = [t[:, :, :1] for t in given]
+    spoilt = HeldKeys(state.kv.clone(), state.mass.clone(), state.held, None, state.even)
+    spoilt.kv[:, :, state.even :] = float("nan")
+    assert torch.equal(decoded(mech, one, state=state)[0], decoded(mech, one, state=spoilt)[0])
+    one[1][1, 0] = float("nan")
+    ran = len(steps)
+    out, _ = decoded(mech, one, state=state)
+    assert len(steps) == ran + 1
+    assert bool(out[1, :2].isnan().all()) and bool(out[0].isfinite().all())
+    assert bool(out[1, 2:].isfinite().all())
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_change_no_step(steps, monkeypatch, threads):
+    mech, given = mechanism(HOLDS[0], 6, 3), case((3, 3, 2, 40, 40, 16, 16))
+    wanted, last = decoded(mech, given)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(held, "WORTH", 1)
+    try:
+        torch.set_num_threads(threads)
+        other = mechanism(HOLDS[0], 6, 3)
+        found, state = decoded(other, given)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, wanted) and torch.equal(state.mass, last.mass)

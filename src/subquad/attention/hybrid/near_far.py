@@ -19,6 +19,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -42,15 +43,17 @@ from subquad.attention.exact.engine import (
     explicit,
     over_queries,
 )
-from subquad.attention.hybrid.stream import HeldKeys, Hold, stream
+from subquad.attention.hybrid.stream import DECAY, HeldKeys, Hold, stream
 from subquad.attention.masks import Mask
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial, combine
+from subquad.attention.prepared import TOKENS, Known, Prepared, held_tensors, may_be_prepared
 from subquad.attention.sparse.engine import Pattern, computed_keys, partial
 from subquad.attention.summary.key_clusters import Beside, KeyClusters, KeyClustersConfig
 from subquad.attention.summary.mass import column_mass, open_tokens
 from subquad.errors import OptionError, ShapeError
+from subquad.kernels.native.held import Step
 from subquad.options import Config, Spec, choice_problem, integer_problem
-from subquad.shapes import KeyMask, Keys, Queries
+from subquad.shapes import KeyMask, Keys, Output, Queries, Values
 
 __all__ = ["NearFar", "NearFarConfig", "NearFarState", "heavy_keys"]
 
@@ -61,6 +64,8 @@ LANDMARKS = 64
 """Queries, in equal distances, whose attention decides which keys are heavy."""
 
 PRESETS = ("default", "fast")
+
+_steps: Known[Step] = Known()
 
 CHOSEN = ", and older tokens while attention comes back to them"
 
@@ -666,6 +671,61 @@ class NearFar(Mechanism):
             return super().weights(*args, **options)
 
     # ---- streaming -----------------------------------------------------------------------
+
+    def prefill(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        *,
+        state: State | None = None,
+        key_mask: KeyMask | None = None,
+        scale: float | None = None,
+        donate: bool = False,
+    ) -> tuple[Output, State]:
+        """As `Mechanism.prefill`; on a CPU, steps like the one before are prepared once, and write
+        over a donated state.
+        """
+        if (
+            not isinstance(state, HeldKeys)
+            or state.far is not None
+            or q.dim() != 4
+            or k.dim() != 4
+            or not 0 < q.shape[2] == k.shape[2] <= TOKENS
+            or torch.compiler.is_compiling()
+        ):
+            return super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
+        prepared, places = _steps.get(self), (state.kv, state.mass, state.held)
+        if (
+            prepared is not None
+            and prepared.fits(self, q, scale)
+            and prepared.step.takes_keys(k, v, key_mask)
+            and (prepared.knows(state) or prepared.step.takes_places(places))
+        ):
+            if key_mask is not None and bool(key_mask.all()):
+                key_mask = None
+            even = None
+            if state.even is not None and key_mask is None:
+                even = prepared.step.filled(state.even)
+            # What is part of a graph is needed as it is when gradients go back through it.
+            donate = donate and not state.kv.requires_grad
+            out, places = prepared.step(q, k, v, key_mask, places, donate)
+            new = HeldKeys(*places, None, even)
+            prepared.last = ref(new)
+            return out, new
+        found = super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
+        _steps.remember(self, self._prepared(q, k, v, scale))
+        return found
+
+    def _prepared(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+    ) -> Prepared[Step] | None:
+        """Steps like this one, prepared where that is possible."""
+        if self.hold is None or not may_be_prepared() or not Step.can(q, k, v):
+            return None
+        step = Step(q, k, v, self.hold, DECAY**self.hold.block, self._scale(scale))
+        held = held_tensors(self)
+        return None if held is None else Prepared(step, scale, held)
 
     def _held(
         self,

@@ -10,11 +10,10 @@ algorithm, its stabilisation and its cost are documented in `subquad.kernels.lin
 from __future__ import annotations
 
 import math
-import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,10 +22,10 @@ from subquad.attention.base import Mechanism, State
 from subquad.attention.masks import Mask
 from subquad.attention.outside import Side, outside
 from subquad.attention.partial import Partial, combine
+from subquad.attention.prepared import TOKENS, Known, Prepared, held_tensors, may_be_prepared
 from subquad.errors import OptionError, ShapeError
-from subquad.kernels.dispatch import choose, forced
+from subquad.kernels.dispatch import choose
 from subquad.kernels.linear import ACTIVATIONS, LN2
-from subquad.kernels.memory import has_data
 from subquad.kernels.native.engine import DTYPES
 from subquad.kernels.native.step import Step, Sums
 from subquad.kernels.ops import linear_attention, linear_attention_functions
@@ -270,87 +269,20 @@ def _absolute(out: Tensor, den: Tensor, log_scale: Tensor, query_log: Tensor | N
     return Partial(out * den[..., None], den, log_scale)
 
 
-Held = list[tuple[Tensor, int]]
-"""A mechanism's parameters and buffers with the versions that they had."""
-
-
-@dataclass(eq=False)
-class _Prepared:
-    """A step that was prepared for a mechanism, as long as its tensors are what they were.
-
-    Args:
-        step: what runs.
-        scale: that of the calls.
-        held: what it was prepared from.
-        last: the state that the step made last, which needs no check.
-    """
-
-    step: Step
-    scale: float | None
-    held: Held
-    last: ref[State] | None = None
-
-    def fits(self, mechanism: KernelMechanism, q: Tensor, scale: float | None) -> bool:
-        """Whether a call with these queries may be one of its steps."""
-        return (
-            self.scale == scale
-            and self.step.takes_queries(q)
-            and _may_be_prepared(mechanism)
-            and has_data(q)
-            and _unchanged(mechanism, self.held)
-        )
-
-    def sums(self, state: LinearState) -> Sums | None:
-        """The state's tensors, or None if its step could not read them."""
-        sums = state.s, state.z, state.c, state.mass
-        known = self.last is not None and self.last() is state
-        return sums if known or self.step.takes_sums(sums) else None
-
-
-class _Threads(threading.local):
-    """Prepared steps of the mechanisms that a thread decodes with."""
-
-    def __init__(self) -> None:
-        self.steps: WeakKeyDictionary[Mechanism, _Prepared] = WeakKeyDictionary()
-        self.looks: WeakKeyDictionary[Mechanism, _Prepared] = WeakKeyDictionary()
-
-
-_threads = _Threads()
-STEP = 8
-"""Most tokens of a step that is worth preparing."""
-
-
-def _may_be_prepared(mechanism: KernelMechanism) -> bool:
-    return (
-        mechanism._fixed()
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and forced() in (None, "native")
-    )
-
-
-def _unchanged(mechanism: Mechanism, held: Held) -> bool:
-    at = 0
-    for tensors in (mechanism._parameters, mechanism._buffers):
-        for t in tensors.values():
-            if t is not None:
-                if at == len(held) or t is not held[at][0] or t._version != held[at][1]:
-                    return False
-                at += 1
-    return at == len(held)
+_steps: Known[Step] = Known()
+_looks: Known[Step] = Known()
 
 
 def _prepared(
     mechanism: KernelMechanism, q: Tensor, k: Tensor, v: Tensor, scale: float | None
-) -> _Prepared | None:
+) -> Prepared[Step] | None:
     """Steps like this one, prepared where that is possible."""
-    if any(
-        t.dtype not in DTYPES or t.device.type != "cpu" for t in (q, k, v)
-    ) or not _may_be_prepared(mechanism):
+    if any(t.dtype not in DTYPES or t.device.type != "cpu" for t in (q, k, v)) or not (
+        mechanism._fixed() and may_be_prepared()
+    ):
         return None
-    tensors = (*mechanism._parameters.values(), *mechanism._buffers.values())
-    held = [t for t in tensors if t is not None]
-    if any(t.is_inference() for t in held):  # their changes are not counted
+    held = held_tensors(mechanism)
+    if held is None:
         return None
     maps = mechanism._features(q, None, None, mechanism._scale(scale))
     assert isinstance(maps, LinearFeatures), "fixed maps are linear"
@@ -360,17 +292,13 @@ def _prepared(
     )
     if choice.backend != "native" or maps.bq is not None or maps.bk is not None:
         return None
-    step = Step(q, k, v, maps.wq, maps.wk, maps.activation, maps.quad)
-    return _Prepared(step, scale, [(t, t._version) for t in held])
+    return Prepared(Step(q, k, v, maps.wq, maps.wk, maps.activation, maps.quad), scale, held)
 
 
-def _remember(
-    known: WeakKeyDictionary[Mechanism, _Prepared], mechanism: Mechanism, found: _Prepared | None
-) -> None:
-    if found is not None:
-        known[mechanism] = found
-    else:
-        known.pop(mechanism, None)
+def _sums_of(prepared: Prepared[Step], state: LinearState) -> Sums | None:
+    """The state's tensors, or None if the step could not read them."""
+    sums = state.s, state.z, state.c, state.mass
+    return sums if prepared.knows(state) or prepared.step.takes_sums(sums) else None
 
 
 class KernelMechanism(Mechanism):
@@ -402,16 +330,17 @@ class KernelMechanism(Mechanism):
             not isinstance(state, LinearState)
             or q.dim() != 4
             or k.dim() != 4
-            or not 0 < q.shape[2] == k.shape[2] <= STEP
+            or not 0 < q.shape[2] == k.shape[2] <= TOKENS
             or torch.compiler.is_compiling()
         ):
             return super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
-        prepared = _threads.steps.get(self)
+        prepared = _steps.get(self)
         if (
             prepared is not None
+            and self._fixed()
             and prepared.fits(self, q, scale)
             and prepared.step.takes_keys(k, v, key_mask)
-            and (sums := prepared.sums(state)) is not None
+            and (sums := _sums_of(prepared, state)) is not None
         ):
             # What is part of a graph is needed as it is when gradients go back through it.
             donate = donate and prepared.step.in_place and not sums[0].requires_grad
@@ -421,7 +350,7 @@ class KernelMechanism(Mechanism):
                 prepared.last = ref(new)
                 return (super().step(q, None, None, new)[0] if out is None else out), new
         found = super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
-        _remember(_threads.steps, self, _prepared(self, q, k, v, scale))
+        _steps.remember(self, _prepared(self, q, k, v, scale))
         return found
 
     def step(
@@ -440,20 +369,21 @@ class KernelMechanism(Mechanism):
             not isinstance(state, LinearState)
             or not (k is None and v is None and key_mask is None)
             or q.dim() != 4
-            or not 0 < q.shape[2] <= STEP
+            or not 0 < q.shape[2] <= TOKENS
             or torch.compiler.is_compiling()
         ):
             return super().step(q, k, v, state, key_mask=key_mask, scale=scale, donate=donate)
-        prepared = _threads.looks.get(self)
+        prepared = _looks.get(self)
         if (
             prepared is not None
+            and self._fixed()
             and prepared.fits(self, q, scale)
-            and (sums := prepared.sums(state)) is not None
+            and (sums := _sums_of(prepared, state)) is not None
         ):
             prepared.last = ref(state)
             return prepared.step.look(q, sums), state
         found = super().step(q, None, None, state, scale=scale)
-        _remember(_threads.looks, self, _prepared(self, q, *self._no_keys(q, state), scale))
+        _looks.remember(self, _prepared(self, q, *self._no_keys(q, state), scale))
         return found
 
     @abstractmethod

@@ -37,9 +37,53 @@ struct HeldCall {
   int32_t threads, unused;
 };
 
+// A few tokens, in place, in the order that Python keeps: places by age.
+struct HeldStep {
+  Strided q, k, v, out;
+  const uint8_t* open;                     // (B, T), or null: all
+  float *state, *mass;                     // (B, Hkv, N, D + V), (B, Hkv, N)
+  const int64_t* held_in;                  // (B)
+  int64_t* held;                           // (B), other memory
+  int64_t batch, kv, groups, tokens, width, value, size, sinks, heavy, block;
+  float scale, fading;
+  int32_t threads, unused;
+};
+
 }  // extern "C"
 
 namespace {
+
+// Of `count` masses the `block` least, in increasing order; the first of equals.
+template <class Mass>
+void find_least(int64_t count, int64_t block, const Mass& mass, int32_t* found) {
+  const auto less = [](float x, float y) { return x < y || (x == x && y != y); };  // NaN is the largest
+  for (int64_t i = 0; i < count; i++) {
+    int64_t at = std::min(i, block);
+    while (at > 0 && less(mass(i), mass(found[at - 1]))) at--;
+    if (at == block) continue;
+    for (int64_t later = std::min(i, block - 1); later > at; later--) found[later] = found[later - 1];
+    found[at] = (int32_t)i;
+  }
+}
+
+// Weights of a row of logits, their maximum found before: exponentials over their sum, which it returns.
+float normalise(float* s, int64_t wide, float highest) {
+  Vec total{};
+  for (int64_t i = 0; i < wide; i += W) {
+    const Vec e = exp2(load(s + i) - highest);
+    store(s + i, e);
+    total += e;
+  }
+  const float whole = sum(total), share = 1 / whole;
+  for (int64_t i = 0; i < wide; i += W) store(s + i, load(s + i) * share);
+  return whole;
+}
+
+float maximum(const float* s, int64_t wide) {
+  Vec most = all(ABSENT);
+  for (int64_t i = 0; i < wide; i += W) most = larger(load(s + i), most);
+  return top(most);
+}
 
 // Tokens first ... last - 1, all answered or none; keys may be let go behind them.
 struct Step {
@@ -231,18 +275,9 @@ class Held {
 
   // Of those between the first tokens and the last, the ones of least mass; the oldest of equals.
   void let_go(int32_t* gone) {
-    const int64_t first = call.sinks, count = call.heavy + call.block;
-    const auto less = [&](int32_t x, int32_t y) {
-      return mass[x] < mass[y] || (mass[x] == mass[x] && mass[y] != mass[y]);  // NaN is the largest
-    };
-    for (int64_t i = 0; i < count; i++) {
-      const int32_t p = order[first + i];
-      int64_t at = std::min(i, call.block);
-      while (at > 0 && less(p, least[at - 1])) at--;
-      if (at == call.block) continue;
-      for (int64_t later = std::min(i, call.block - 1); later > at; later--) least[later] = least[later - 1];
-      least[at] = p;
-    }
+    const auto mass_of = [&](int64_t i) { return mass[order[call.sinks + i]]; };
+    find_least(call.heavy + call.block, call.block, mass_of, least.data());
+    for (int32_t& i : least) i = order[call.sinks + i];
     for (int64_t i = 0; i < call.block; i++) {
       const int32_t p = least[i];
       gone[i] = origin[p];
@@ -288,22 +323,10 @@ class Held {
           lse[step.first + r] = ABSENT;
           continue;
         }
-        Vec most = all(ABSENT), total{};
-        for (int64_t i = 0; i < wide_n; i += W) most = larger(load(s + i), most);
-        const float highest = top(most);
-        for (int64_t i = 0; i < wide_n; i += W) {
-          const Vec e = exp2(load(s + i) - highest);
-          store(s + i, e);
-          total += e;
-        }
-        const float whole = sum(total), share = 1 / whole;
-        lse[step.first + r] = (highest + std::log2(whole)) * LN2;
-        const bool heard = opened(step.first + r);
-        for (int64_t i = 0; i < wide_n; i += W) {
-          const Vec weight = load(s + i) * share;
-          store(s + i, weight);
-          if (heard) store(mass + i, load(mass + i) + weight);
-        }
+        const float highest = maximum(s, wide_n);
+        lse[step.first + r] = (highest + std::log2(normalise(s, wide_n, highest))) * LN2;
+        if (opened(step.first + r))
+          for (int64_t i = 0; i < wide_n; i += W) store(mass + i, load(mass + i) + load(s + i));
       }
       product<false, false>(rows, wide_v, N, scores, ln, values, lv, num, lv);
       for (int64_t r = 0; r < rows; r++)
@@ -347,6 +370,99 @@ class Held {
   }
 };
 
+// The tokens of a step for one batch row and key-value head.
+class Taken {
+ public:
+  Taken(const HeldStep& call, int64_t n)
+      : call(call),
+        b(n / call.kv),
+        h(n % call.kv),
+        D(call.width),
+        V(call.value),
+        N(call.size),
+        wide_n(padded(N)),
+        ld(padded(D)),
+        lv(padded(V)),
+        state(call.state + n * N * (D + V)),
+        mass(call.mass + n * N),
+        held(call.held_in[b]),
+        room([&](Room& r) { r.take(scores, wide_n), r.take(x, ld), r.take(num, lv); }),
+        least(call.block) {}
+
+  void run() {
+    for (int64_t t = 0; t < call.tokens; t++) {
+      const bool opened = !call.open || call.open[b * call.tokens + t];
+      if (opened) {
+        std::memcpy(state + held * (D + V), row(call.k, h, t), D * sizeof(float));
+        std::memcpy(state + held * (D + V) + D, row(call.v, h, t), V * sizeof(float));
+        mass[held++] = 0;
+      }
+      for (int64_t g = 0; g < call.groups; g++) answer(h * call.groups + g, t, opened);
+      if (held == N) let_go();
+    }
+    if (h == 0) call.held[b] = held;
+  }
+
+ private:
+  const HeldStep& call;
+  const int64_t b, h, D, V, N, wide_n, ld, lv;
+  float *const state, *const mass;
+  int64_t held;
+  float *scores, *x, *num;
+  Room room;
+  std::vector<int32_t> least;
+
+  float* row(const Strided& rows, int64_t head, int64_t i) const {
+    return rows.data + b * rows.batch + head * rows.head + i * rows.token;
+  }
+
+  void answer(int64_t head, int64_t t, bool heard) {
+    float* to = row(call.out, head, t);
+    if (held == 0) {
+      std::memset(to, 0, V * sizeof(float));
+      return;
+    }
+    const float* q = row(call.q, head, t);
+    for (int64_t d = 0; d < D; d++) x[d] = q[d] * (call.scale * LOG2E);
+    const int64_t whole = D / W * W;
+    for (int64_t j = 0; j < held; j++) {
+      const float* k = state + j * (D + V);
+      Vec total{};
+      for (int64_t d = 0; d < whole; d += W) total += load(x + d) * load(k + d);
+      float s = sum(total);
+      for (int64_t d = whole; d < D; d++) s += x[d] * k[d];
+      scores[j] = s;
+    }
+    const int64_t wide = padded(held);
+    for (int64_t j = held; j < wide; j++) scores[j] = ABSENT;
+    normalise(scores, wide, maximum(scores, wide));
+    if (heard)
+      for (int64_t j = 0; j < held; j++) mass[j] += scores[j];
+    const int64_t even = V / W * W;
+    product<false, false>(1, even, held, scores, wide_n, state + D, D + V, num, lv);
+    for (int64_t d = even; d < V; d++) {
+      num[d] = 0;
+      for (int64_t j = 0; j < held; j++) num[d] += scores[j] * state[j * (D + V) + D + d];
+    }
+    std::memcpy(to, num, V * sizeof(float));
+  }
+
+  void let_go() {
+    const int64_t first = call.sinks, width = D + V;
+    find_least(call.heavy + call.block, call.block, [&](int64_t i) { return mass[first + i]; }, least.data());
+    std::sort(least.begin(), least.end());
+    int64_t to = first + least[0];
+    for (int64_t i = 0; i < call.block; i++) {
+      const int64_t from = first + least[i] + 1, end = i + 1 < call.block ? first + least[i + 1] : N;
+      std::memmove(state + to * width, state + from * width, (end - from) * width * sizeof(float));
+      std::memmove(mass + to, mass + from, (end - from) * sizeof(float));
+      to += end - from;
+    }
+    held = to;
+    for (int64_t j = 0; j < N; j++) mass[j] = j < held ? mass[j] * call.fading : 0;
+  }
+};
+
 }  // namespace
 
 #define API __attribute__((visibility("default")))
@@ -357,6 +473,12 @@ API int subquad_held_call_size() { return (int)sizeof(HeldCall); }
 
 API void subquad_held(const HeldCall* given) {
   divide(given->batch * given->kv, given->threads, [&](int64_t n) { Held(*given, n, false).forward(); });
+}
+
+API int subquad_held_step_size() { return (int)sizeof(HeldStep); }
+
+API void subquad_held_step(const HeldStep* given) {
+  divide(given->batch * given->kv, given->threads, [&](int64_t n) { Taken(*given, n).run(); });
 }
 
 API void subquad_held_backward(const HeldCall* given) {

@@ -11,14 +11,14 @@ from torch.autograd.function import once_differentiable
 
 from subquad.kernels.dispatch import forced
 from subquad.kernels.memory import has_data
-from subquad.kernels.native.arguments import Strided, rows, whole
+from subquad.kernels.native.arguments import Strided, like, rows, takes_mask, whole
 from subquad.kernels.native.engine import DTYPES, WORTH
 from subquad.kernels.native.library import library
 
 if TYPE_CHECKING:
     from subquad.attention.hybrid.stream import Hold
 
-__all__ = ["attend", "takes"]
+__all__ = ["Step", "attend", "takes"]
 
 
 class _HeldCall(ctypes.Structure):
@@ -36,6 +36,24 @@ class _HeldCall(ctypes.Structure):
             for name in (
                 "batch", "kv", "groups", "tokens", "early", "width", "value", "size", "sinks",
                 "heavy", "block", "most",
+            )
+        ),
+        ("scale", ctypes.c_float),
+        ("fading", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class _HeldStep(ctypes.Structure):
+    _fields_ = [
+        *((name, Strided) for name in ("q", "k", "v", "out")),
+        *((name, ctypes.c_void_p) for name in ("open", "state", "mass", "held_in", "held")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "batch", "kv", "groups", "tokens", "width", "value", "size", "sinks", "heavy",
+                "block",
             )
         ),
         ("scale", ctypes.c_float),
@@ -156,3 +174,110 @@ def _call(
     work = 2 * q.shape[0] * q.shape[1] * q.shape[2] * hold.size * (call.width + call.value)
     call.threads = min(torch.get_num_threads(), 1 + work // WORTH)
     return call
+
+
+Places = tuple[Tensor, Tensor, Tensor]
+"""What is held: keys and values (B, Hkv, N, D + V), masses (B, Hkv, N), how many (B,)."""
+
+
+class Step:
+    """T new tokens and their queries, prepared once: what changes is pointers.
+
+    Args:
+        q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, V): of one step, float32 with contiguous
+            rows; all others are alike.
+        hold, fading, scale: as in `attend`.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, hold: Hold, fading: float, scale: float
+    ) -> None:
+        native = library()
+        assert native is not None, "refused before"
+        self.run = native.subquad_held_step
+        self.like_q, self.like_k, self.like_v = like(q), like(k), like(v)
+        batch, heads, tokens, width = q.shape
+        kv, value = k.shape[1], v.shape[3]
+        self.shapes = (batch, kv, hold.size, width + value), (batch, kv, hold.size), (batch,)
+        self.mask_shape, self.out_shape = (batch, tokens), (batch, heads, tokens, value)
+        self.tokens, self.size, self.block = tokens, hold.size, hold.block
+        call = self.call = _HeldStep()
+        plain = torch.empty(self.out_shape, device="meta")
+        call.q, call.k, call.v, call.out = (Strided(0, *t.stride()[:3]) for t in (q, k, v, plain))
+        call.batch, call.kv, call.groups, call.tokens = batch, kv, heads // kv, tokens
+        call.width, call.value, call.size = width, value, hold.size
+        call.sinks, call.heavy, call.block = hold.sinks, hold.heavy, hold.block
+        call.scale, call.fading = scale, fading
+        work = 2 * batch * heads * tokens * hold.size * (width + value)
+        self.worth = 1 + work // WORTH
+        call.threads = 1
+        self.q, self.k, self.v, self.out = call.q, call.k, call.v, call.out
+        self.pointer = ctypes.byref(call)
+
+    @staticmethod
+    def can(q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether steps of such tensors can be prepared."""
+        return takes(q, k, v) and all(
+            t.dtype == torch.float32 and (t.stride(3) == 1 or t.shape[3] == 1) for t in (q, k, v)
+        )
+
+    def takes_queries(self, q: Tensor) -> bool:
+        """Whether queries are like those it was made for."""
+        return q.is_cpu and like(q) == self.like_q
+
+    def takes_keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
+        """Whether keys, values and their mask are like those it was made for."""
+        return (
+            k.is_cpu
+            and v.is_cpu
+            and like(k) == self.like_k
+            and like(v) == self.like_v
+            and (key_mask is None or takes_mask(key_mask, self.mask_shape))
+        )
+
+    def takes_places(self, places: Places) -> bool:
+        """Whether what a state holds is such as a step makes."""
+        dtypes = torch.float32, torch.float32, torch.int64
+        return all(
+            t.shape == shape and t.dtype == dtype and t.is_cpu and has_data(t)
+            for t, shape, dtype in zip(places, self.shapes, dtypes, strict=True)
+        )
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        places: Places,
+        donate: bool,
+    ) -> tuple[Tensor, Places]:
+        """Output, and what is held then.
+
+        Args:
+            q, k, v, key_mask, places: what the methods `takes_…` take.
+            donate: whether the new places may be written where the given ones are.
+        """
+        call, (state, mass, before) = self.call, places
+        if not donate:
+            state, mass = state.detach().clone(), mass.clone()
+        state, mass, before = state.contiguous(), mass.contiguous(), before.contiguous()
+        out = torch.empty(self.out_shape, dtype=torch.float32, device="cpu")
+        held = torch.empty(self.shapes[2], dtype=torch.int64, device="cpu")
+        self.q.data, self.k.data, self.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        opened = None if key_mask is None else key_mask.contiguous()
+        call.open = None if opened is None else opened.data_ptr()
+        self.out.data, call.held = out.data_ptr(), held.data_ptr()
+        call.state, call.mass, call.held_in = state.data_ptr(), mass.data_ptr(), before.data_ptr()
+        if self.worth > 1:
+            call.threads = min(torch.get_num_threads(), self.worth)
+        self.run(self.pointer)
+        return out, (state, mass, held)
+
+    def filled(self, even: int) -> int:
+        """Places that are filled after a step of tokens that all count, if `even` were before."""
+        for _ in range(self.tokens):
+            even += 1
+            if even == self.size:
+                even -= self.block
+        return even

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.linear import LOG2E
+from subquad.kernels.native.arguments import like, takes_mask
 from subquad.kernels.native.engine import (
     ACTIVATIONS,
     CAUSAL_CHUNK,
@@ -50,7 +51,7 @@ class Step:
         native = library()
         assert native is not None, "refused before"
         self.run = native.subquad_forward
-        self.like_q, self.like_k, self.like_v = _like(q), _like(k), _like(v)
+        self.like_q, self.like_k, self.like_v = like(q), like(k), like(v)
         batch, heads, tokens, width = q.shape
         kv, value, features = k.shape[1], v.shape[3], wk.shape[-1]
         unit = LOG2E if activation == "exp" else 1.0
@@ -74,9 +75,9 @@ class Step:
         for name, w in zip(("query", "key"), self.weights, strict=True):
             strides = w.stride() if w.dim() == 4 else (0, *w.stride())
             setattr(call, name, _Side(w.data_ptr(), 0, 0, 0, *strides, 0, 0, 0, 1.0, 0))
-        like = torch.empty(self.out_shape, dtype=v.dtype, device="meta")
+        plain = torch.empty(self.out_shape, dtype=v.dtype, device="meta")
         call.q, call.k, call.v, call.out = (
-            _Tensor(0, *t.stride(), DTYPES[t.dtype], 0) for t in (q, k, v, like)
+            _Tensor(0, *t.stride(), DTYPES[t.dtype], 0) for t in (q, k, v, plain)
         )
         call.den, call.scale = self.den.data_ptr(), self.scale.data_ptr()
         call.batch, call.kv, call.groups = batch, kv, heads // kv
@@ -93,23 +94,16 @@ class Step:
 
     def takes_queries(self, q: Tensor) -> bool:
         """Whether queries are like those it was made for."""
-        return q.is_cpu and _like(q) == self.like_q
+        return q.is_cpu and like(q) == self.like_q
 
     def takes_keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
         """Whether keys, values and their mask are like those it was made for."""
         return (
             k.is_cpu
             and v.is_cpu
-            and _like(k) == self.like_k
-            and _like(v) == self.like_v
-            and (
-                key_mask is None
-                or (
-                    key_mask.dtype == torch.bool
-                    and key_mask.is_cpu
-                    and key_mask.shape == self.mask_shape
-                )
-            )
+            and like(k) == self.like_k
+            and like(v) == self.like_v
+            and (key_mask is None or takes_mask(key_mask, self.mask_shape))
         )
 
     def takes_sums(self, sums: Sums) -> bool:
@@ -171,7 +165,3 @@ class Step:
         call.s_in, call.z_in, call.c_in, call.mass_in = (t.data_ptr() for t in sums)
         self._run()
         return out
-
-
-def _like(t: Tensor) -> tuple[object, ...]:
-    return t.shape, t.stride(), t.dtype
