@@ -370,6 +370,24 @@ def test_folders_that_are_something_else(corpus, tmp_path):
     assert (tmp_path / "file").exists()
 
 
+def test_a_folder_is_trained_in_by_one_process_at_a_time(corpus, tmp_path):
+    out = tmp_path / "run"
+    holds = """import sys; from subquad.training.run import _alone
+with _alone(__import__("pathlib").Path(sys.argv[1])):
+    print("held", flush=True); sys.stdin.read()"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", holds, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(OptionError, match="another process trains in"):
+            train(recipe(corpus, training__steps=1), out)
+    finally:
+        other.kill()
+        other.communicate()
+    assert train(recipe(corpus, training__steps=1), out).steps == 1  # a dead one's lock is nobody's
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_folder_with_a_recipe_of_the_user_is_not_deleted(corpus, tmp_path, fresh):
     (tmp_path / "data").mkdir()

@@ -3,6 +3,7 @@
 A run's folder holds::
 
     .subquad         says that the folder is a run's: no other one is ever overwritten
+    .lock            held while a process trains in it
     recipe.yaml      everything the run depends on, with every key
     tokenizer/       trained once
     data/            the examples as tokens, read from the disk
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from subquad.attention.base import Mechanism
@@ -51,6 +53,8 @@ from subquad.training.trainer import (
 )
 
 __all__ = ["Point", "RunReport", "train"]
+
+MARK, LOCK = ".subquad", ".lock"
 
 Point = dict[str, Any]
 """A line of the log: ``step``, ``epoch``, ``seconds``, and what was measured."""
@@ -156,13 +160,25 @@ def train(
         The report, which is in ``out/report.json`` too.
 
     Raises:
-        OptionError: the folder holds another run, naming the keys that differ; or data that
-            cannot be used.
+        OptionError: the folder holds another run, naming the keys that differ, or another process
+            trains in it; or data that cannot be used.
         SubquadError: the loss is not finite any more.
         ImportError: a package of the extra ``train`` is missing.
     """
     need_trainer()
     folder, say = Path(out), say or (lambda text: None)
+    _check(folder, fresh)
+    with _alone(folder):
+        return _train(recipe, folder, fresh, progress, say)
+
+
+def _train(
+    recipe: Recipe,
+    folder: Path,
+    fresh: bool,
+    progress: Callable[[Point], None] | None,
+    say: Say,
+) -> RunReport:
     resumed = _begin(folder, recipe, fresh)
     done = folder / "report.json"
     if done.is_file():
@@ -196,12 +212,43 @@ def train(
 # ---- the folder --------------------------------------------------------------------------
 
 
-def _begin(folder: Path, recipe: Recipe, fresh: bool) -> bool:
-    """Writes the recipe, or compares it with that of the run to be continued."""
+def _check(folder: Path, fresh: bool) -> None:
+    """Refuses what is neither a run's folder nor an empty one."""
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"out={str(folder)!r} is a file; give a folder")
-    path, mark = folder / "recipe.yaml", folder / ".subquad"
-    if path.is_file() and (folder / "data.json").is_file() and not fresh:
+    found = {one.name for one in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
+    if found and MARK not in found and (fresh or not _holds_run(folder)):
+        raise OptionError(f"out={str(folder)!r} is not empty, and holds no run")
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "recipe.yaml").is_file() and (folder / "data.json").is_file()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps others out: two processes would write over each other's checkpoints.
+
+    By a lock of the system's, which one that dies, however it does, leaves open.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise OptionError(
+            f"another process trains in {folder}: wait for its end, stop it, or give another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _begin(folder: Path, recipe: Recipe, fresh: bool) -> bool:
+    """Writes the recipe, or compares it with that of the run to be continued."""
+    path, mark = folder / "recipe.yaml", folder / MARK
+    if _holds_run(folder) and not fresh:
         differ = Recipe.load(path).differences(recipe)
         if differ:
             raise OptionError(
@@ -214,15 +261,12 @@ def _begin(folder: Path, recipe: Recipe, fresh: bool) -> bool:
         replace(path, recipe.to_yaml())  # where it differs, it may
         mark.touch()
         return True
-    if folder.is_dir() and any(folder.iterdir()) and not mark.is_file():
-        raise OptionError(f"out={str(folder)!r} is not empty, and holds no run")
-    folder.mkdir(parents=True, exist_ok=True)
     mark.touch()
     (folder / "data.json").unlink(missing_ok=True)  # first: what is left is no run to go on with
     for one in folder.iterdir():
         if one.is_dir() and not one.is_symlink():
             shutil.rmtree(one)
-        elif one != mark:  # which stays: this may be stopped
+        elif one.name not in (MARK, LOCK):  # which stay: this may be stopped
             one.unlink()
     replace(path, recipe.to_yaml())
     return False
