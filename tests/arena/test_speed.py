@@ -300,7 +300,26 @@ def test_promises_are_judged_by_what_was_measured(monkeypatch):
     assert [row["ok"] for row in found["rows"]] == [True, False, None, None, False, True]
     assert found["rows"][2]["detail"] == "performer failed correctness"
     assert found["rows"][3]["detail"] == "quick run"
-    assert groups == [["faster"], ["faster"], ["memory"], ["crossover"]]
+    # The one that was missed is measured twice more.
+    assert groups == [["faster"], ["faster"], ["memory"], ["crossover"], ["faster"], ["faster"]]
+
+
+def test_the_middle_one_counts_of_a_goal_that_was_missed(monkeypatch):
+    monkeypatch.setattr(
+        speed, "check", lambda contender, sizes, case: checks.Check(case, "nothing", 1e-6)
+    )
+    goals = [floors.than(speed.SDPA, wanted, Case("performer")) for wanted in (10.0, 11.0, 12.0)]
+    values = {10.0: iter([9.0, 12.0, 10.5]), 11.0: iter([9.0, 12.0, 10.0]), 12.0: iter([12.5])}
+
+    def measured(group, sizes, rounds):
+        return [{"value": next(values[g.value]), "detail": "so", "backend": "torch"} for g in group]
+
+    rows = speed.promises(goals, SIZES, 3, measured=measured)["rows"]
+    assert [(row["measured"], row["ok"]) for row in rows] == [
+        (10.5, True), (10.0, False), (12.5, True),
+    ]  # fmt: skip
+    assert rows[0]["detail"] == "so; the middle one of 9.00×, 12.00×, 10.50×"
+    assert rows[2]["detail"] == "so"
 
 
 def test_useful_flops_are_those_of_the_docstring():
@@ -327,6 +346,18 @@ def test_a_crossover_is_found_between_its_bracket(monkeypatch):
     monkeypatch.setattr(floors, "_rounds", lambda f, s, c, n: [[2.0 * n] * 3, [1.0 * n] * 3])
     value, detail = floors.MEASURES["crossover"].find(goal, SIZES, 3)
     assert math.isnan(value) and detail == "0.50× at 65536"
+
+
+def test_threads_are_compared_by_the_least_times(monkeypatch):
+    rounds = [[2.0, 1.0, 9.0], [3.0, 4.0, 3.0]]  # ours and one thread's
+    monkeypatch.setattr(floors, "_rounds", lambda floor, sizes, count: rounds)
+    ours = Case("performer", threads=2)
+    alone = dataclasses.replace(ours, threads=1)
+    find = floors.MEASURES["faster"].find
+    assert find(Floor("faster", 1.7, ours, alone), SIZES, 3) == (
+        3.0, "1000.0 ms against 3000.0 ms, the least",
+    )  # fmt: skip
+    assert find(Floor("faster", 1.7, alone, Case(speed.SDPA)), SIZES, 3)[0] == 1.5
 
 
 def test_ratios_are_taken_round_by_round():

@@ -187,6 +187,7 @@ def _plan(quick: bool, device: str) -> dict[str, Any]:
         },
         "memory_of": ("performer",),
         "floor_rounds": 3,
+        "floor_again": 0,
         "floor_length": 4096,
         "left_out": ("quick run: everything but 512 tokens",),
     }  # fmt: skip
@@ -211,6 +212,7 @@ def measure(
     memory_length: int = 2**16,
     memory_of: Sequence[str] | None = None,
     floor_rounds: int = 9,
+    floor_again: int = 2,
     floor_length: int = 2**16,
     left_out: Sequence[str] = (),
     say: Say = lambda text: None,
@@ -227,6 +229,7 @@ def measure(
         memory_length: tokens of the training step whose memory is measured.
         memory_of: contenders whose memory is measured; all by default.
         floor_rounds: turns of each comparison of the floors and the reach.
+        floor_again: how often one that is missed is measured again; even.
         floor_length: longest case of these that is measured.
         left_out: lines for the list of what was left out.
         say: progress.
@@ -243,7 +246,9 @@ def measure(
             )
         else:
             goals = FLOORS if part == "floors" else reach
-            body = promises(goals, sizes, floor_rounds, longest=floor_length, say=say)
+            body = promises(
+                goals, sizes, floor_rounds, longest=floor_length, again=floor_again, say=say
+            )
         peaks.append(gemm_peak(sizes))
         found[part] = {
             "machine": machine(threads=1, device=sizes.device),
@@ -280,18 +285,22 @@ def promises(
     rounds: int,
     *,
     longest: int = 2**16,
+    again: int = 2,
     measured: Callable[..., list[dict[str, Any]]] = fresh,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """Checks of all cases that the goals name, and a row for each goal.
 
-    A goal whose case failed its check, or whose rival is missing, is not measured.
+    A goal whose case failed its check, or whose rival is missing, is not measured. One that is
+    missed is measured again at the end, by when what disturbed the machine may be over: the
+    median of all its measurements counts, and the detail tells them.
 
     Args:
         goals: floors.
         sizes: the head layout.
         rounds: turns of each comparison.
         longest: greatest length that is measured.
+        again: how often a goal that is missed is measured again; even.
         measured: (goals, sizes, rounds) → what was found, in a process of its own.
         say: progress.
     """
@@ -315,11 +324,24 @@ def promises(
         return ""
 
     obstacles = {goal: obstacle(goal) for goal in goals}
-    answers: dict[Floor, dict[str, Any]] = {}
-    for group in _groups([goal for goal, reason in obstacles.items() if not reason]):
-        for goal in group:
-            say(goal.text)
-        answers |= zip(group, measured(group, sizes, rounds), strict=True)
+
+    def measure(goals: Sequence[Floor]) -> dict[Floor, dict[str, Any]]:
+        answers: dict[Floor, dict[str, Any]] = {}
+        for group in _groups(goals):
+            for goal in group:
+                say(goal.text)
+            answers |= zip(group, measured(group, sizes, rounds), strict=True)
+        return answers
+
+    answers = measure([goal for goal, reason in obstacles.items() if not reason])
+    missed = [
+        goal
+        for goal, answer in answers.items()
+        if answer["value"] is not None and not goal.kept(answer["value"])
+    ]
+    turns = [measure(missed) for _ in range(again)]
+    for goal in missed:
+        answers[goal] = _median([answers[goal], *(turn[goal] for turn in turns)], goal)
     rows = []
     for goal in goals:
         answer = answers.get(goal, {"value": None, "detail": obstacles[goal], "backend": ""})
@@ -333,6 +355,17 @@ def promises(
             }
         )  # fmt: skip
     return {"checks": [one.to_dict() for one in checks.values()], "rows": rows}
+
+
+def _median(answers: Sequence[dict[str, Any]], goal: Floor) -> dict[str, Any]:
+    """The middle one of several answers to a goal, which tells the others."""
+    if len(answers) == 1:
+        return answers[0]
+    cell = MEASURES[goal.measure].cell
+    told = ", ".join("–" if a["value"] is None else cell.format(a["value"]) for a in answers)
+    known = sorted((a for a in answers if a["value"] is not None), key=lambda a: a["value"])
+    middle = known[len(known) // 2]
+    return {**middle, "detail": f"{middle['detail']}; the middle one of {told}"}
 
 
 def _ours(kinds: Iterable[Case]) -> list[str]:
