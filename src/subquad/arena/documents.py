@@ -70,9 +70,9 @@ TOKENS = 512
 VERSES = "verses"
 """The run that all rows start from, and its settings; then those of the rows."""
 
-FIRST: dict[str, Any] = {"training.epochs": 16, "evaluation.patience": None}
+FIRST: dict[str, Any] = {"training.epochs": 12, "evaluation.patience": None}
 THEN: dict[str, Any] = {
-    "training.epochs": 6,
+    "training.epochs": 5,
     "optimiser.rate": 1.5e-3,
     "optimiser.warm_up": 100,
     "evaluation.patience": None,
