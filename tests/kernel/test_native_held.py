@@ -406,6 +406,24 @@ def test_prepared_steps_are_the_steps(steps, sizes, hold, count, masked, donate)
     assert len(steps) == 24 - 2  # the first has no state, the second prepares
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 16, 16), (1, 3, 1, 7, 11)], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+def test_prepared_steps_of_half_precision(steps, dtype, sizes, count):
+    b, kv, g, d, v = sizes
+    mech, tokens = mechanism(HOLDS[0], kv * g, kv, d, v), 40 * count
+    given = case((b, kv, g, tokens, tokens, d, v), dtype)
+    opened = mask(b, tokens)
+    with sq.kernels.use("torch"):
+        wanted, last = decoded(mech, given, opened, count=count, dtype=torch.float64)
+    found, state = decoded(mech, given, opened, count=count, donate=True, dtype=dtype)
+    assert len(steps) == 40 - 2 and found.dtype == state.kv.dtype == dtype
+    # Sums are in float32; the output is rounded, by half a unit in the last place.
+    bound = BOUND + 0.5 * torch.finfo(dtype).eps * wanted.abs()
+    assert bool(((found.double() - wanted).abs() <= bound).all())
+    agree(({}, state), ({}, last))
+
+
 def test_steps_go_on_from_any_state_and_any_call_from_theirs(steps):
     mech, given = mechanism(HOLDS[0]), case((2, 2, 2, 90, 90, 16, 16))
     with torch.no_grad():

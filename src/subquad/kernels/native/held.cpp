@@ -37,16 +37,18 @@ struct HeldCall {
   int32_t threads, unused;
 };
 
-// A few tokens, in place, in the order that Python keeps: places by age.
+// A few tokens, in place, in the order that Python keeps: places by age. What the four are made of
+// and the state is `type`, of vectors.h.
 struct HeldStep {
   Strided q, k, v, out;
   const uint8_t* open;                     // (B, T), or null: all
-  float *state, *mass;                     // (B, Hkv, N, D + V), (B, Hkv, N)
+  void* state;                             // (B, Hkv, N, D + V)
+  float* mass;                             // (B, Hkv, N)
   const int64_t* held_in;                  // (B)
   int64_t* held;                           // (B), other memory
   int64_t batch, kv, groups, tokens, width, value, size, sinks, heavy, block;
   float scale, fading;
-  int32_t threads, unused;
+  int32_t threads, type;
 };
 
 }  // extern "C"
@@ -381,21 +383,29 @@ class Taken {
         V(call.value),
         N(call.size),
         wide_n(padded(N)),
-        ld(padded(D)),
-        lv(padded(V)),
-        state(call.state + n * N * (D + V)),
+        bytes(call.type == FLOAT32 ? 4 : 2),
+        state((char*)call.state + n * N * (D + V) * bytes),
         mass(call.mass + n * N),
         held(call.held_in[b]),
-        room([&](Room& r) { r.take(scores, wide_n), r.take(x, ld), r.take(num, lv); }),
+        room([&](Room& r) {
+          r.take(scores, wide_n), r.take(x, padded(D)), r.take(num, padded(V));
+          r.take(copy, call.type == FLOAT32 ? 0 : N * (D + V));
+        }),
+        rows(call.type == FLOAT32 ? (const float*)state : copy),
         least(call.block) {}
 
   void run() {
     for (int64_t t = 0; t < call.tokens; t++) {
       const bool opened = !call.open || call.open[b * call.tokens + t];
       if (opened) {
-        std::memcpy(state + held * (D + V), row(call.k, h, t), D * sizeof(float));
-        std::memcpy(state + held * (D + V) + D, row(call.v, h, t), V * sizeof(float));
+        char* to = state + held * (D + V) * bytes;
+        std::memcpy(to, at(call.k, h, t), D * bytes);
+        std::memcpy(to + D * bytes, at(call.v, h, t), V * bytes);
         mass[held++] = 0;
+      }
+      if (call.type != FLOAT32) {
+        read_row(copy + ready * (D + V), state, call.type, ready * (D + V), 1, (held - ready) * (D + V));
+        ready = held;
       }
       for (int64_t g = 0; g < call.groups; g++) answer(h * call.groups + g, t, opened);
       if (held == N) let_go();
@@ -405,28 +415,25 @@ class Taken {
 
  private:
   const HeldStep& call;
-  const int64_t b, h, D, V, N, wide_n, ld, lv;
-  float *const state, *const mass;
-  int64_t held;
-  float *scores, *x, *num;
+  const int64_t b, h, D, V, N, wide_n, bytes;
+  char* const state;
+  float* const mass;
+  int64_t held, ready = 0;  // places that are filled, and that `copy` has
+  float *scores, *x, *num, *copy;
   Room room;
+  const float* const rows;  // keys and values in float32: the state, or `copy`
   std::vector<int32_t> least;
 
-  float* row(const Strided& rows, int64_t head, int64_t i) const {
-    return rows.data + b * rows.batch + head * rows.head + i * rows.token;
+  char* at(const Strided& tensor, int64_t head, int64_t i) const {
+    return (char*)tensor.data + (b * tensor.batch + head * tensor.head + i * tensor.token) * bytes;
   }
 
   void answer(int64_t head, int64_t t, bool heard) {
-    float* to = row(call.out, head, t);
-    if (held == 0) {
-      std::memset(to, 0, V * sizeof(float));
-      return;
-    }
-    const float* q = row(call.q, head, t);
-    for (int64_t d = 0; d < D; d++) x[d] = q[d] * (call.scale * LOG2E);
+    read_row(x, at(call.q, head, t), call.type, 0, 1, D);
+    for (int64_t d = 0; d < D; d++) x[d] *= call.scale * LOG2E;
     const int64_t whole = D / W * W;
     for (int64_t j = 0; j < held; j++) {
-      const float* k = state + j * (D + V);
+      const float* k = rows + j * (D + V);
       Vec total{};
       for (int64_t d = 0; d < whole; d += W) total += load(x + d) * load(k + d);
       float s = sum(total);
@@ -435,26 +442,27 @@ class Taken {
     }
     const int64_t wide = padded(held);
     for (int64_t j = held; j < wide; j++) scores[j] = ABSENT;
-    normalise(scores, wide, maximum(scores, wide));
+    if (held) normalise(scores, wide, maximum(scores, wide));
     if (heard)
       for (int64_t j = 0; j < held; j++) mass[j] += scores[j];
     const int64_t even = V / W * W;
-    product<false, false>(1, even, held, scores, wide_n, state + D, D + V, num, lv);
+    product<false, false>(1, even, held, scores, wide_n, rows + D, D + V, num, V);
     for (int64_t d = even; d < V; d++) {
       num[d] = 0;
-      for (int64_t j = 0; j < held; j++) num[d] += scores[j] * state[j * (D + V) + D + d];
+      for (int64_t j = 0; j < held; j++) num[d] += scores[j] * rows[j * (D + V) + D + d];
     }
-    std::memcpy(to, num, V * sizeof(float));
+    write_row(at(call.out, head, t), call.type, 0, num, V);
   }
 
   void let_go() {
-    const int64_t first = call.sinks, width = D + V;
+    const int64_t first = call.sinks, width = (D + V) * bytes;
     find_least(call.heavy + call.block, call.block, [&](int64_t i) { return mass[first + i]; }, least.data());
     std::sort(least.begin(), least.end());
     int64_t to = first + least[0];
+    ready = to;
     for (int64_t i = 0; i < call.block; i++) {
       const int64_t from = first + least[i] + 1, end = i + 1 < call.block ? first + least[i + 1] : N;
-      std::memmove(state + to * width, state + from * width, (end - from) * width * sizeof(float));
+      std::memmove(state + to * width, state + from * width, (end - from) * width);
       std::memmove(mass + to, mass + from, (end - from) * sizeof(float));
       to += end - from;
     }

@@ -59,7 +59,7 @@ class _HeldStep(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("fading", ctypes.c_float),
         ("threads", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("type", ctypes.c_int32),
     ]  # fmt: skip
 
 
@@ -184,8 +184,8 @@ class Step:
     """T new tokens and their queries, prepared once: what changes is pointers.
 
     Args:
-        q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, V): of one step, float32 with contiguous
-            rows; all others are alike.
+        q (B, H, T, D), k (B, Hkv, T, D), v (B, Hkv, T, V): of one step, of one dtype, with
+            contiguous rows; all others are alike.
         hold, fading, scale: as in `attend`.
     """
 
@@ -200,14 +200,15 @@ class Step:
         kv, value = k.shape[1], v.shape[3]
         self.shapes = (batch, kv, hold.size, width + value), (batch, kv, hold.size), (batch,)
         self.mask_shape, self.out_shape = (batch, tokens), (batch, heads, tokens, value)
-        self.tokens, self.size, self.block = tokens, hold.size, hold.block
+        self.dtype, self.tokens = q.dtype, tokens
+        self.size, self.block = hold.size, hold.block
         call = self.call = _HeldStep()
         plain = torch.empty(self.out_shape, device="meta")
         call.q, call.k, call.v, call.out = (Strided(0, *t.stride()[:3]) for t in (q, k, v, plain))
         call.batch, call.kv, call.groups, call.tokens = batch, kv, heads // kv, tokens
         call.width, call.value, call.size = width, value, hold.size
         call.sinks, call.heavy, call.block = hold.sinks, hold.heavy, hold.block
-        call.scale, call.fading = scale, fading
+        call.scale, call.fading, call.type = scale, fading, DTYPES[q.dtype]
         work = 2 * batch * heads * tokens * hold.size * (width + value)
         self.worth = 1 + work // WORTH
         call.threads = 1
@@ -218,7 +219,7 @@ class Step:
     def can(q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether steps of such tensors can be prepared."""
         return takes(q, k, v) and all(
-            t.dtype == torch.float32 and (t.stride(3) == 1 or t.shape[3] == 1) for t in (q, k, v)
+            t.dtype == q.dtype and (t.stride(3) == 1 or t.shape[3] == 1) for t in (q, k, v)
         )
 
     def takes_queries(self, q: Tensor) -> bool:
@@ -237,7 +238,7 @@ class Step:
 
     def takes_places(self, places: Places) -> bool:
         """Whether what a state holds is such as a step makes."""
-        dtypes = torch.float32, torch.float32, torch.int64
+        dtypes = self.dtype, torch.float32, torch.int64
         return all(
             t.shape == shape and t.dtype == dtype and t.is_cpu and has_data(t)
             for t, shape, dtype in zip(places, self.shapes, dtypes, strict=True)
@@ -262,7 +263,7 @@ class Step:
         if not donate:
             state, mass = state.detach().clone(), mass.clone()
         state, mass, before = state.contiguous(), mass.contiguous(), before.contiguous()
-        out = torch.empty(self.out_shape, dtype=torch.float32, device="cpu")
+        out = torch.empty(self.out_shape, dtype=self.dtype, device="cpu")
         held = torch.empty(self.shapes[2], dtype=torch.int64, device="cpu")
         self.q.data, self.k.data, self.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
         opened = None if key_mask is None else key_mask.contiguous()
