@@ -3,6 +3,7 @@
 import ctypes
 import statistics
 import time
+import warnings
 
 import pytest
 import torch
@@ -542,3 +543,181 @@ def test_threads_change_no_step(steps, monkeypatch, threads):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found, wanted) and torch.equal(state.mass, last.mass)
+
+
+# ---- what must not be taken for a step like the last one -----------------------------------------
+
+DECODERS = ["near_far(window=8, heavy=5, sinks=2)", "performer(features=16)"]
+
+
+def warm(spec, tokens=30):
+    """A mechanism that has prepared its steps, its state, and the next step's tensors."""
+    mech = sq.build(spec, head_dim=16, num_heads=4, num_kv_heads=2).eval()
+    given = case((2, 2, 2, tokens, tokens, 16, 16))
+    _, state = decoded(mech, given)
+    return mech, state, [t[:, :, :1].clone() for t in given]
+
+
+@pytest.mark.parametrize("spec", DECODERS)
+@pytest.mark.parametrize("fake", ["keys", "all", "mode"])
+def test_fake_tensors_have_no_memory_to_be_read(spec, fake):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mech, state, (q, k, v) = warm(spec)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad():
+        if fake == "mode":
+            with mode:
+                out = mech.step(q, k, v, state)[0]
+        else:
+            made = [mode.from_tensor(t) for t in (q, k, v)]
+            out = mech.step(q if fake == "keys" else made[0], *made[1:], state)[0]
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("spec", DECODERS)
+@pytest.mark.parametrize("how", ["jit", "make_fx"])
+def test_a_trace_has_the_operations_of_a_step(spec, how):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mech, state, given = warm(spec)
+
+    def step(q, k, v):
+        return mech.step(q, k, v, state)[0]
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing warns of branches that depend on values
+        if how == "jit":
+            traced = torch.jit.trace(step, given, check_trace=False)
+        else:
+            traced = make_fx(step)(*given)
+        other = [t + 1.0 for t in given]
+        assert (traced(*other) - step(*other)).abs().max() <= BOUND
+
+
+def test_a_step_carries_tangents_forward():
+    from torch.autograd import forward_ad
+
+    mech, state, (q, k, v) = warm(DECODERS[0])
+    with torch.no_grad(), forward_ad.dual_level():
+        out = mech.step(forward_ad.make_dual(q, torch.ones_like(q)), k, v, state)[0]
+        found = forward_ad.unpack_dual(out).tangent
+        small = 1e-3
+        with sq.kernels.use("torch"):
+            high, low = (
+                mech.step(*(t.double() for t in (q + sign * small, k, v)), widened(state))[0]
+                for sign in (1, -1)
+            )
+    # The second-order error of the difference is below small²·|q·k|³ = 1e-6·3³.
+    assert (found - (high - low) / (2 * small)).abs().max() <= 5 * 3e-5 + 3e-5
+
+
+def widened(state):
+    return HeldKeys(state.kv.double(), state.mass.double(), state.held, None, state.even)
+
+
+@pytest.mark.parametrize("spec", ["near_far(window=32, heavy=5, sinks=2)", DECODERS[1]])
+@pytest.mark.parametrize("which", ["the state it made", "the state it read"])
+def test_a_graph_notices_that_a_state_was_written_over(spec, which):
+    """As in truncated back-propagation through time."""
+    mech, state, one = warm(spec)
+    decoded(mech, one, state=state)
+    made = which == "the state it made"
+    q, k, v = (t.repeat(1, 1, 12 if made else 20, 1).requires_grad_() for t in one)
+    out, new = mech.prefill(q, k, v, state=None if made else state)
+    last = new.map(torch.detach) if made else state
+    for _ in range(12):
+        last = decoded(mech, one, state=last, donate=True)[1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), q)
+
+
+@pytest.mark.parametrize("held", [-1, 15, 10**8])
+def test_a_state_that_holds_impossibly_many_keys_is_refused(held):
+    mech, state, one = warm(DECODERS[0])
+    bad = HeldKeys(state.kv, state.mass, torch.tensor([3, held]), None, None)
+    for count in (1, SEVERAL):
+        with torch.no_grad(), pytest.raises(ShapeError, match=r"held must be 0 to 14, given \[3, "):
+            mech.step(*(t.repeat(1, 1, count, 1) for t in one), bad)
+
+
+def test_a_far_field_takes_part_whatever_state_comes():
+    _, state, one = warm(DECODERS[0])
+    both = sq.build(
+        "near_far(window=8, heavy=5, sinks=2, far=performer(features=16))",
+        head_dim=16, num_heads=4, num_kv_heads=2,
+    )  # fmt: skip
+    many = [t.repeat(1, 1, 25, 1) for t in one]
+    opened = torch.ones(2, 25, dtype=torch.bool)
+    opened[0, ::5] = False
+    found, last = decoded(both, many, opened, state=state)
+    with sq.kernels.use("torch"):
+        wanted, _ = decoded(both, many, opened, state=state)
+    assert (found - wanted).abs().max() <= BOUND and last.far is not None
+
+
+@pytest.mark.parametrize("spec", DECODERS)
+def test_a_scale_that_is_a_tensor_may_change(spec):
+    mech, state, one = warm(spec)
+    scale = torch.tensor(0.3)
+    with torch.no_grad():
+        for _ in range(2):
+            mech.step(*one, state, scale=scale)
+        scale.fill_(1.0)
+        found = mech.step(*one, state, scale=scale)[0]
+        assert torch.allclose(found, mech.step(*one, state, scale=1.0)[0], atol=BOUND)
+
+
+@pytest.mark.parametrize("spec", DECODERS)
+def test_lazy_negation_is_seen(spec):
+    mech, state, one = warm(spec)
+    lazy = [torch._neg_view(t) for t in one]
+    many = [torch._neg_view(t.repeat(1, 1, 20, 1)) for t in one]
+    with torch.no_grad():
+        for given in (lazy, many):
+            found = mech.step(*given, state)[0]
+            wanted = mech.step(*(t.resolve_neg() for t in given), state)[0]
+            assert (found - wanted).abs().max() <= BOUND
+
+
+def test_a_copy_of_a_state_is_one():
+    mech, state, one = warm(DECODERS[0])
+    other = state.to("cpu")
+    wanted = mech.step(*one, state)[0]
+    decoded(mech, [t.repeat(1, 1, 9, 1) for t in one], state=state, donate=True)
+    assert torch.equal(mech.step(*one, other)[0], wanted)
+
+
+def test_steps_of_several_shapes_take_turns(steps):
+    mech, state, one = warm(DECODERS[0])
+    two = [t.repeat(1, 1, 2, 1) for t in one]
+    row = [t[:1] for t in one]
+    first = state.select([0])
+    ran = len(steps)
+    for given, before in 5 * [(one, state), (two, state), (row, first)]:
+        decoded(mech, given, state=before, count=given[0].shape[2])
+    assert len(steps) == ran + (5 - 1) * 3  # the first one of each layout prepares
+
+
+def test_logits_of_any_size():
+    mech, state, (q, k, v) = warm(DECODERS[0])
+    q, k = torch.full_like(q, 1e15), torch.full_like(k, -1e15)
+    far = HeldKeys(torch.cat([k.expand(2, 2, 15, 16), v.expand(2, 2, 15, 16)], -1),
+                   state.mass, torch.full((2,), 9), None, 9)  # fmt: skip
+    with torch.no_grad():
+        for count in (1, SEVERAL):
+            out = mech.step(*(t.repeat(1, 1, count, 1) for t in (q, k, v)), far)[0]
+            wanted = v.repeat_interleave(2, 1).expand_as(out)
+            assert (out - wanted).abs().max() <= BOUND
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_what_was_let_go_spoils_no_masked_step(backend):
+    mech = mechanism(Hold(8, 2, 0), 2, 2)
+    q, k, v = case((2, 2, 1, 60, 60, 16, 16))
+    q[..., 0], k[..., 0], k[:, :, 3, 0], v[:, :, 3] = 4.0, 0.0, -50.0, float("inf")
+    opened = torch.ones(2, 60, dtype=torch.bool)
+    opened[0, 40:] = False
+    with sq.kernels.use("torch") if backend == "torch" else torch.no_grad():
+        out, state = decoded(mech, (q, k, v), opened)
+    assert bool(out[:, :, 30:].isfinite().all()) and bool(state.kv.isfinite().all())

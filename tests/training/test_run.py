@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -380,12 +381,28 @@ with _alone(__import__("pathlib").Path(sys.argv[1])):
     )
     try:
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(OptionError, match="another process trains in"):
+        with pytest.raises(OptionError, match="is being trained in"):
             train(recipe(corpus, training__steps=1), out)
     finally:
         other.kill()
         other.communicate()
     assert train(recipe(corpus, training__steps=1), out).steps == 1  # a dead one's lock is nobody's
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(corpus, tmp_path, monkeypatch):
+    def none(file, how):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(module.fcntl, "flock", none)
+    assert train(recipe(corpus, training__steps=1), tmp_path / "run").steps == 1
+
+
+def test_a_folder_that_is_named_like_the_mark_is_none(corpus, tmp_path):
+    (tmp_path / ".subquad").mkdir()
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(OptionError, match="holds no run"):
+        train(recipe(corpus), tmp_path)
+    assert (tmp_path / "thesis.txt").is_file()
 
 
 @pytest.mark.parametrize("fresh", [False, True])

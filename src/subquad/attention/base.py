@@ -230,7 +230,7 @@ class State:
 
     def to(self, device: torch.device | str) -> Self:
         """A copy on `device`."""
-        return self.map(lambda t: t.to(device))
+        return self.map(lambda t: t.to(device, copy=True))
 
 
 def _tensors(name: str, value: Any) -> dict[str, Tensor]:

@@ -18,10 +18,14 @@ from subquad.attention.base import State
 from subquad.kernels.dispatch import forced
 from subquad.kernels.memory import has_data
 
-__all__ = ["TOKENS", "Fitting", "Known", "Prepared", "held_tensors", "may_be_prepared"]
+__all__ = ["TOKENS", "Fitting", "Known", "Prepared", "held_tensors", "may_be_prepared", "written"]
 
 TOKENS = 8
 """Most tokens of a step that is worth preparing."""
+
+
+SHAPES = 4
+"""Shapes of queries that a mechanism's steps are kept for: batches and drafts come in turns."""
 
 
 class Fitting(Protocol):
@@ -41,7 +45,7 @@ class Prepared(Generic[Step]):
 
     Args:
         step: what runs.
-        scale: that of the calls.
+        scale: that of the calls, a number.
         held: the mechanism's parameters and buffers with the versions that they had.
         last: the state that the step made last, which needs no check.
     """
@@ -50,6 +54,10 @@ class Prepared(Generic[Step]):
     scale: float | None
     held: list[tuple[Tensor, int]]
     last: ref[State] | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:  # a tensor could be changed
+            self.scale = float(self.scale)
 
     def fits(self, mechanism: nn.Module, q: Tensor, scale: float | None) -> bool:
         """Whether a call with these queries may be one of its steps."""
@@ -80,18 +88,23 @@ class Known(threading.local, Generic[Step]):
     """Prepared steps of the mechanisms that a thread decodes with."""
 
     def __init__(self) -> None:
-        self.steps: WeakKeyDictionary[nn.Module, Prepared[Step]] = WeakKeyDictionary()
+        self.steps: WeakKeyDictionary[nn.Module, dict[torch.Size, Prepared[Step]]] = (
+            WeakKeyDictionary()
+        )
 
-    def get(self, mechanism: nn.Module) -> Prepared[Step] | None:
-        """The mechanism's, if there is one."""
-        return self.steps.get(mechanism)
+    def get(self, mechanism: nn.Module, q: Tensor) -> Prepared[Step] | None:
+        """The mechanism's for queries of this shape, if there is one."""
+        known = self.steps.get(mechanism)
+        return None if known is None else known.get(q.shape)
 
-    def remember(self, mechanism: nn.Module, found: Prepared[Step] | None) -> None:
-        """In the place of what was known; None: nothing can be prepared."""
+    def remember(self, mechanism: nn.Module, q: Tensor, found: Prepared[Step] | None) -> None:
+        """In the place of what was known of this shape; None: nothing can be prepared."""
+        known = self.steps.setdefault(mechanism, {})
+        known.pop(q.shape, None)
         if found is not None:
-            self.steps[mechanism] = found
-        else:
-            self.steps.pop(mechanism, None)
+            known[q.shape] = found
+        if len(known) > SHAPES:
+            del known[next(iter(known))]
 
 
 def may_be_prepared() -> bool:
@@ -101,6 +114,14 @@ def may_be_prepared() -> bool:
         and not torch.is_autocast_enabled("cpu")
         and forced() in (None, "native")
     )
+
+
+def written(*tensors: Tensor) -> None:
+    """Says that the library wrote over tensors: a graph that kept them for its gradients refuses
+    to go on, as with every operation in place.
+    """
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
 
 
 def held_tensors(mechanism: nn.Module) -> list[tuple[Tensor, int]] | None:

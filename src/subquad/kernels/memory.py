@@ -8,12 +8,14 @@ import mmap
 import sys
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["has_data", "large_pages"]
+__all__ = ["has_data", "large_pages", "watched"]
 
 LARGE = 1 << 22
 """Bytes from which new memory is asked for in large pages."""
@@ -22,12 +24,26 @@ PAGE = 2 << 20
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether there are numbers behind a tensor: not in fake mode, nor in a transform, nor where
-    a class of tensors wraps others.
+    """Whether the numbers behind a tensor may be read past PyTorch's operators.
+
+    Not where there are none, or others than they seem (fake tensors, classes that wrap others,
+    lazy negation), nor where somebody watches the operators: a transform, a mode, a trace, forward
+    differentiation.
     """
-    if isinstance(tensor, FakeTensor) or peek_interpreter_stack() is not None:
+    if (
+        isinstance(tensor, FakeTensor)
+        or peek_interpreter_stack() is not None
+        or watched()
+        or forward_ad._current_level >= 0
+        or tensor.is_neg()
+    ):
         return False
     return not is_traceable_wrapper_subclass(tensor)
+
+
+def watched() -> bool:
+    """Whether a mode or a trace wants to see the operators that run."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
 
 
 def large_pages(*tensors: Tensor) -> None:

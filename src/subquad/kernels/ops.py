@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from subquad.kernels.dispatch import engine, plan
 from subquad.kernels.linear import (
@@ -25,7 +26,7 @@ from subquad.kernels.linear import (
     causal_chunk,
     forward,
 )
-from subquad.kernels.memory import has_data
+from subquad.kernels.memory import has_data, watched
 from subquad.kernels.precision import own_precision
 
 __all__ = ["linear_attention", "linear_attention_functions"]
@@ -215,11 +216,15 @@ def linear_attention(
         q.device.type, q.dtype, v.dtype, activation, _features(wk, activation), clip,
         quad != 0.0 or key_bias is not None,
     )  # fmt: skip
-    # Without gradients the operator is overhead for nothing, but tensors without data need it.
-    if not save and not torch.compiler.is_compiling() and not q.is_meta:
+    # Without gradients the operator is overhead for nothing, but tensors without data need it, and
+    # who watches operators.
+    opaque = torch.compiler.is_compiling() or q.is_meta or watched()
+    opaque = opaque or any(isinstance(t, FakeTensor) for t in (q, k, v))
+    if not save and not opaque:
+        readable = has_data(q) and not (k.is_neg() or v.is_neg())
         r = _run(
             q, k, v, wq, bq, wk, bk, key_bias, key_mask, state, activation, quad, clip, absorb,
-            0, backend if has_data(q) else "torch", borrow=True, new_state=new_state,
+            0, backend if readable else "torch", borrow=True, new_state=new_state,
         )  # fmt: skip
         return r.out, r.den, r.scale, r.state
     out, den, scale, s, z, c, mass, *_ = _linear_attention(

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from subquad.attention.base import Mechanism
@@ -51,6 +50,11 @@ from subquad.training.trainer import (
     quiet,
     silence,
 )
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Point", "RunReport", "train"]
 
@@ -160,8 +164,8 @@ def train(
         The report, which is in ``out/report.json`` too.
 
     Raises:
-        OptionError: the folder holds another run, naming the keys that differ, or another process
-            trains in it; or data that cannot be used.
+        OptionError: the folder holds another run, naming the keys that differ, or is being trained
+            in; or data that cannot be used.
         SubquadError: the loss is not finite any more.
         ImportError: a package of the extra ``train`` is missing.
     """
@@ -216,8 +220,8 @@ def _check(folder: Path, fresh: bool) -> None:
     """Refuses what is neither a run's folder nor an empty one."""
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"out={str(folder)!r} is a file; give a folder")
-    found = {one.name for one in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
-    if found and MARK not in found and (fresh or not _holds_run(folder)):
+    found = folder.is_dir() and any(one.name != LOCK for one in folder.iterdir())
+    if found and not (folder / MARK).is_file() and (fresh or not _holds_run(folder)):
         raise OptionError(f"out={str(folder)!r} is not empty, and holds no run")
 
 
@@ -227,22 +231,23 @@ def _holds_run(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keeps others out: two processes would write over each other's checkpoints.
+    """Keeps others out: two runs in a folder would write over each other's checkpoints.
 
-    By a lock of the system's, which one that dies, however it does, leaves open.
+    By a lock of the system's, which a process that dies, however it does, leaves open. Where a
+    system or a file system has none, nobody is kept out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise OptionError(
-            f"another process trains in {folder}: wait for its end, stop it, or give another folder"
-        ) from None
-    try:
+    with (folder / LOCK).open("a") as file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OptionError(
+                f"{folder} is being trained in: wait for the end, stop it, or give another folder"
+            ) from None
+        except OSError:
+            pass
         yield
-    finally:
-        lock.release()
 
 
 def _begin(folder: Path, recipe: Recipe, fresh: bool) -> bool:

@@ -338,7 +338,7 @@ def promises(
     missed = [
         goal
         for goal, answer in answers.items()
-        if answer["value"] is not None and not goal.kept(answer["value"])
+        if answer["value"] is None or not goal.kept(answer["value"])
     ]
     turns = [measure(missed) for _ in range(again)]
     for goal in missed:
@@ -364,8 +364,9 @@ def _median(answers: Sequence[dict[str, Any]], goal: Floor) -> dict[str, Any]:
         return answers[0]
     cell = MEASURES[goal.measure].cell
     told = ", ".join("–" if a["value"] is None else cell.format(a["value"]) for a in answers)
-    known = sorted((a for a in answers if a["value"] is not None), key=lambda a: a["value"])
-    middle = known[len(known) // 2]
+    worst = -math.inf if MEASURES[goal.measure].least else math.inf
+    ordered = sorted(answers, key=lambda a: worst if a["value"] is None else a["value"])
+    middle = ordered[len(ordered) // 2]
     return {**middle, "detail": f"{middle['detail']}; the middle one of {told}"}
 
 

@@ -46,7 +46,14 @@ from subquad.attention.exact.engine import (
 from subquad.attention.hybrid.stream import DECAY, HeldKeys, Hold, stream
 from subquad.attention.masks import Mask
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial, combine
-from subquad.attention.prepared import TOKENS, Known, Prepared, held_tensors, may_be_prepared
+from subquad.attention.prepared import (
+    TOKENS,
+    Known,
+    Prepared,
+    held_tensors,
+    may_be_prepared,
+    written,
+)
 from subquad.attention.sparse.engine import Pattern, computed_keys, partial
 from subquad.attention.summary.key_clusters import Beside, KeyClusters, KeyClustersConfig
 from subquad.attention.summary.mass import column_mass, open_tokens
@@ -695,7 +702,7 @@ class NearFar(Mechanism):
             or torch.compiler.is_compiling()
         ):
             return super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
-        prepared, places = _steps.get(self), (state.kv, state.mass, state.held)
+        prepared, places = _steps.get(self, q), (state.kv, state.mass, state.held)
         if (
             prepared is not None
             and prepared.fits(self, q, scale)
@@ -710,18 +717,21 @@ class NearFar(Mechanism):
             # What is part of a graph is needed as it is when gradients go back through it.
             donate = donate and not state.kv.requires_grad
             out, places = prepared.step(q, k, v, key_mask, places, donate)
+            if donate:
+                written(state.kv, state.mass)
             new = HeldKeys(*places, None, even)
             prepared.last = ref(new)
             return out, new
         found = super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
-        _steps.remember(self, self._prepared(q, k, v, scale))
+        _steps.remember(self, q, self._prepared(q, k, v, scale))
         return found
 
     def _prepared(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None
     ) -> Prepared[Step] | None:
         """Steps like this one, prepared where that is possible."""
-        if self.hold is None or not may_be_prepared() or not Step.can(q, k, v):
+        has_far = self.far is not None and self._far_causal
+        if self.hold is None or has_far or not may_be_prepared() or not Step.can(q, k, v):
             return None
         step = Step(q, k, v, self.hold, DECAY**self.hold.block, self._scale(scale))
         held = held_tensors(self)

@@ -39,6 +39,7 @@ from subquad.attention.exact.engine import clear, softmax_weights, sums_dtype
 from subquad.attention.masks import Mask
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
 from subquad.errors import DtypeError, ShapeError
+from subquad.kernels.memory import has_data
 from subquad.kernels.native import held as native
 
 __all__ = ["HeldKeys", "Hold", "stream"]
@@ -92,8 +93,7 @@ class HeldKeys(State):
         kv: (B, Hkv, N, D + V) keys and values side by side, in the order of their tokens.
         mass: (B, Hkv, N) float32 (float64 for such inputs), attention received, decayed; zero
             where no key is held.
-        held: (B,) how many of the N places are filled, from the front; what stands behind
-            does not matter.
+        held: (B,) how many of the N places are filled, from the front; zeros stand behind.
         far: what the far field keeps of those let go; None without one.
         even: `held` where it is the same in all rows, None where rows may differ.
     """
@@ -131,6 +131,13 @@ class HeldKeys(State):
             )
         if self.kv.dtype != k.dtype:
             raise DtypeError(f"k must have the state's dtype {self.kv.dtype}, given {k.dtype}")
+        # Elsewhere looking would wait for the device, and its indexing looks itself.
+        if self.held.is_cpu and has_data(self.held) and len(self.held):
+            least, most = self.held.aminmax()
+            if least < 0 or most >= hold.size:
+                raise ShapeError(
+                    f"the state's held must be 0 to {hold.size - 1}, given {self.held.tolist()}"
+                )
 
 
 class Far(Protocol):
@@ -485,7 +492,8 @@ class _Run:
         order = mass[..., first:last].argsort(dim=-1, stable=True) + first  # the oldest of equals
         gone, kept = order[..., :block], order[..., block:].sort(-1).values
         away = _pick(kv, gone)
-        kv = torch.cat([kv[:, :, :first], _pick(kv, kept), kv[:, :, last:], away], 2)
+        free = torch.zeros_like(away)  # what is not finite would spoil weighted sums
+        kv = torch.cat([kv[:, :, :first], _pick(kv, kept), kv[:, :, last:], free], 2)
         mass = torch.cat([mass[..., :first], mass.gather(2, kept), mass[..., last:]], 2)
         return kv, F.pad(mass * DECAY**block, (0, block)), away
 

@@ -22,10 +22,18 @@ from subquad.attention.base import Mechanism, State
 from subquad.attention.masks import Mask
 from subquad.attention.outside import Side, outside
 from subquad.attention.partial import Partial, combine
-from subquad.attention.prepared import TOKENS, Known, Prepared, held_tensors, may_be_prepared
+from subquad.attention.prepared import (
+    TOKENS,
+    Known,
+    Prepared,
+    held_tensors,
+    may_be_prepared,
+    written,
+)
 from subquad.errors import OptionError, ShapeError
 from subquad.kernels.dispatch import choose
 from subquad.kernels.linear import ACTIVATIONS, LN2
+from subquad.kernels.memory import has_data
 from subquad.kernels.native.engine import DTYPES
 from subquad.kernels.native.step import Step, Sums
 from subquad.kernels.ops import linear_attention, linear_attention_functions
@@ -277,9 +285,8 @@ def _prepared(
     mechanism: KernelMechanism, q: Tensor, k: Tensor, v: Tensor, scale: float | None
 ) -> Prepared[Step] | None:
     """Steps like this one, prepared where that is possible."""
-    if any(t.dtype not in DTYPES or t.device.type != "cpu" for t in (q, k, v)) or not (
-        mechanism._fixed() and may_be_prepared()
-    ):
+    readable = all(t.dtype in DTYPES and t.is_cpu and has_data(t) for t in (q, k, v))
+    if not (readable and mechanism._fixed() and may_be_prepared()):
         return None
     held = held_tensors(mechanism)
     if held is None:
@@ -334,7 +341,7 @@ class KernelMechanism(Mechanism):
             or torch.compiler.is_compiling()
         ):
             return super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
-        prepared = _steps.get(self)
+        prepared = _steps.get(self, q)
         if (
             prepared is not None
             and self._fixed()
@@ -345,12 +352,14 @@ class KernelMechanism(Mechanism):
             # What is part of a graph is needed as it is when gradients go back through it.
             donate = donate and prepared.step.in_place and not sums[0].requires_grad
             out, (s, z, c, mass) = prepared.step(q, k, v, key_mask, sums, donate)
+            if donate:
+                written(*sums)
             if out is not None or donate:
                 new = LinearState(s, z, c, mass, state.length + k.shape[2])
                 prepared.last = ref(new)
                 return (super().step(q, None, None, new)[0] if out is None else out), new
         found = super().prefill(q, k, v, state=state, key_mask=key_mask, scale=scale)
-        _steps.remember(self, _prepared(self, q, k, v, scale))
+        _steps.remember(self, q, _prepared(self, q, k, v, scale))
         return found
 
     def step(
@@ -373,7 +382,7 @@ class KernelMechanism(Mechanism):
             or torch.compiler.is_compiling()
         ):
             return super().step(q, k, v, state, key_mask=key_mask, scale=scale, donate=donate)
-        prepared = _looks.get(self)
+        prepared = _looks.get(self, q)
         if (
             prepared is not None
             and self._fixed()
@@ -383,7 +392,7 @@ class KernelMechanism(Mechanism):
             prepared.last = ref(state)
             return prepared.step.look(q, sums), state
         found = super().step(q, None, None, state, scale=scale)
-        _looks.remember(self, _prepared(self, q, *self._no_keys(q, state), scale))
+        _looks.remember(self, q, _prepared(self, q, *self._no_keys(q, state), scale))
         return found
 
     @abstractmethod

@@ -35,7 +35,7 @@ def rows(held: list[Tensor], t: Tensor) -> Strided:
 
 def like(t: Tensor) -> tuple[object, ...]:
     """What pointers to two tensors must have in common for one call to serve both."""
-    return t.shape, t.stride(), t.dtype
+    return t.shape, t.stride(), t.dtype, type(t), t.is_neg()
 
 
 def takes_mask(mask: Tensor, shape: tuple[int, ...]) -> bool:

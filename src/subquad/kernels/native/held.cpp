@@ -16,7 +16,8 @@
 namespace {
 
 constexpr int64_t BLOCK = 16;             // tokens whose queries are answered at a time, at most
-constexpr float ABSENT = -1e30f;          // logit of an empty place, log-sum of a row without keys
+constexpr float EMPTY = -INFINITY;        // logit of an empty place
+constexpr float ABSENT = -1e30f;          // log-sum of a row without keys
 
 }  // namespace
 
@@ -82,7 +83,7 @@ float normalise(float* s, int64_t wide, float highest) {
 }
 
 float maximum(const float* s, int64_t wide) {
-  Vec most = all(ABSENT);
+  Vec most = all(EMPTY);
   for (int64_t i = 0; i < wide; i += W) most = larger(load(s + i), most);
   return top(most);
 }
@@ -116,7 +117,7 @@ class Held {
         place(call.tokens, -1),
         least(call.block) {
     clear(keys_t, D * ln), clear(values, N * lv), clear(mass, wide_n);
-    for (int64_t i = 0; i < wide_n; i++) bias[i] = ABSENT;
+    for (int64_t i = 0; i < wide_n; i++) bias[i] = EMPTY;
     if (training) clear(keys, N * ld), clear(values_t, V * ln), clear(k_bar, N * ld), clear(v_bar, N * lv);
     for (int64_t p = 0; p < held; p++) {
       order.push_back((int32_t)p), origin[p] = (int32_t)p;
@@ -269,7 +270,7 @@ class Held {
   void leave(int64_t p) {
     for (int64_t d = 0; d < D; d++) keys_t[d * ln + p] = 0;
     clear(values + p * lv, lv);
-    bias[p] = ABSENT;
+    bias[p] = EMPTY;
     if (!training) return;
     clear(keys + p * ld, ld);
     for (int64_t d = 0; d < V; d++) values_t[d * ln + p] = 0;
@@ -291,7 +292,7 @@ class Held {
 
   // ---- queries ----
 
-  // Logits of the queries of a step; places of later tokens are ABSENT.
+  // Logits of the queries of a step; places of later tokens are EMPTY.
   void logits(const Step& step, int64_t head) {
     const int64_t rows = step.last - step.first;
     for (int64_t r = 0; r < rows; r++) {
@@ -304,7 +305,7 @@ class Held {
       float* s = scores + r * ln;
       for (int64_t i = 0; i < wide_n; i += W) store(s + i, load(s + i) + load(bias + i));
       for (int64_t later = r + 1; later < rows; later++)
-        if (opened(step.first + later)) s[place[step.first + later]] = ABSENT;
+        if (opened(step.first + later)) s[place[step.first + later]] = EMPTY;
     }
   }
 
@@ -441,7 +442,7 @@ class Taken {
       scores[j] = s;
     }
     const int64_t wide = padded(held);
-    for (int64_t j = held; j < wide; j++) scores[j] = ABSENT;
+    for (int64_t j = held; j < wide; j++) scores[j] = EMPTY;
     if (held) normalise(scores, wide, maximum(scores, wide));
     if (heard)
       for (int64_t j = 0; j < held; j++) mass[j] += scores[j];
@@ -467,6 +468,7 @@ class Taken {
       to += end - from;
     }
     held = to;
+    std::memset(state + held * width, 0, (N - held) * width);
     for (int64_t j = 0; j < N; j++) mass[j] = j < held ? mass[j] * call.fading : 0;
   }
 };

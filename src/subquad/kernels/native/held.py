@@ -66,7 +66,7 @@ class _HeldStep(ctypes.Structure):
 def takes(*given: Tensor) -> bool:
     """Whether the library can run a call with these tensors."""
     return (
-        all(t.is_cpu and t.dtype in DTYPES and t.numel() > 0 for t in given)
+        all(t.is_cpu and t.dtype in DTYPES and t.numel() > 0 and not t.is_neg() for t in given)
         and not torch.compiler.is_compiling()
         and forced() in (None, "native")
         and has_data(given[0])
@@ -219,7 +219,8 @@ class Step:
     def can(q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether steps of such tensors can be prepared."""
         return takes(q, k, v) and all(
-            t.dtype == q.dtype and (t.stride(3) == 1 or t.shape[3] == 1) for t in (q, k, v)
+            t.dtype == q.dtype and has_data(t) and (t.stride(3) == 1 or t.shape[3] == 1)
+            for t in (q, k, v)
         )
 
     def takes_queries(self, q: Tensor) -> bool:
@@ -242,7 +243,7 @@ class Step:
         return all(
             t.shape == shape and t.dtype == dtype and t.is_cpu and has_data(t)
             for t, shape, dtype in zip(places, self.shapes, dtypes, strict=True)
-        )
+        ) and bool(((places[2] >= 0) & (places[2] < self.size)).all())
 
     def __call__(
         self,
