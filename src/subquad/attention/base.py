@@ -574,7 +574,8 @@ class Mechanism(nn.Module, ABC):
 
         Equals one causal call over everything the state has seen followed by these tokens.
         `key_mask` is (..., S) for the S new keys. With `donate` the given state will not be used
-        again, so that a mechanism may write the new one into its memory; else it stays as it is.
+        again, nor what shares its memory, so that a mechanism may write the new one there; a
+        graph that kept it refuses to go back. Else it stays as it is.
         """
         self._need("prefill", self.capabilities.state)
         joined = Mask.of(causal=True, key_mask=key_mask)
