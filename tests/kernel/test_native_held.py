@@ -559,7 +559,7 @@ def warm(spec, tokens=30):
 
 
 @pytest.mark.parametrize("spec", DECODERS)
-@pytest.mark.parametrize("fake", ["keys", "all", "mode"])
+@pytest.mark.parametrize("fake", ["keys", "all", "state", "mode"])
 def test_fake_tensors_have_no_memory_to_be_read(spec, fake):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -569,6 +569,8 @@ def test_fake_tensors_have_no_memory_to_be_read(spec, fake):
         if fake == "mode":
             with mode:
                 out = mech.step(q, k, v, state)[0]
+        elif fake == "state":
+            out = mech.step(q, k, v, state.map(mode.from_tensor))[0]
         else:
             made = [mode.from_tensor(t) for t in (q, k, v)]
             out = mech.step(q if fake == "keys" else made[0], *made[1:], state)[0]

@@ -219,7 +219,7 @@ def linear_attention(
     # Without gradients the operator is overhead for nothing, but tensors without data need it, and
     # who watches operators.
     opaque = torch.compiler.is_compiling() or q.is_meta or watched()
-    opaque = opaque or any(isinstance(t, FakeTensor) for t in (q, k, v))
+    opaque = opaque or any(isinstance(t, FakeTensor) for t in (q, k, v, s))
     if not save and not opaque:
         readable = has_data(q) and not (k.is_neg() or v.is_neg())
         r = _run(

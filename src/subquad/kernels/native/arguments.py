@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-__all__ = ["Strided", "like", "rows", "takes_mask", "whole"]
+__all__ = ["Alike", "Strided", "rows", "whole"]
 
 
 class Strided(ctypes.Structure):
@@ -33,11 +33,29 @@ def rows(held: list[Tensor], t: Tensor) -> Strided:
     return Strided(held[-1].data_ptr(), *held[-1].stride()[:3])
 
 
-def like(t: Tensor) -> tuple[object, ...]:
-    """What pointers to two tensors must have in common for one call to serve both."""
+class Alike:
+    """A call that is made again with tensors like those of the first: what changes is pointers.
+
+    Args:
+        q (B, H, T, D), k (B, Kv, T, D), v (B, Kv, T, V): of the first.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.likes = _like(q), _like(k), _like(v)
+        self.mask_shape = k.shape[0], k.shape[2]
+
+    def takes_queries(self, q: Tensor) -> bool:
+        """Whether queries are like those it was made for."""
+        return q.is_cpu and _like(q) == self.likes[0]
+
+    def takes_keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
+        """Whether keys, values and their mask are like those it was made for."""
+        if not (k.is_cpu and v.is_cpu and (_like(k), _like(v)) == self.likes[1:]):
+            return False
+        return key_mask is None or (
+            key_mask.dtype == torch.bool and key_mask.is_cpu and key_mask.shape == self.mask_shape
+        )
+
+
+def _like(t: Tensor) -> tuple[object, ...]:
     return t.shape, t.stride(), t.dtype, type(t), t.is_neg()
-
-
-def takes_mask(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a mask is one of bytes on this processor."""
-    return mask.dtype == torch.bool and mask.is_cpu and mask.shape == shape

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from subquad.kernels.dispatch import forced
 from subquad.kernels.memory import has_data
-from subquad.kernels.native.arguments import Strided, like, rows, takes_mask, whole
+from subquad.kernels.native.arguments import Alike, Strided, rows, whole
 from subquad.kernels.native.engine import DTYPES, WORTH
 from subquad.kernels.native.library import library
 
@@ -180,7 +180,7 @@ Places = tuple[Tensor, Tensor, Tensor]
 """What is held: keys and values (B, Hkv, N, D + V), masses (B, Hkv, N), how many (B,)."""
 
 
-class Step:
+class Step(Alike):
     """T new tokens and their queries, prepared once: what changes is pointers.
 
     Args:
@@ -195,11 +195,11 @@ class Step:
         native = library()
         assert native is not None, "refused before"
         self.run = native.subquad_held_step
-        self.like_q, self.like_k, self.like_v = like(q), like(k), like(v)
+        super().__init__(q, k, v)
         batch, heads, tokens, width = q.shape
         kv, value = k.shape[1], v.shape[3]
         self.shapes = (batch, kv, hold.size, width + value), (batch, kv, hold.size), (batch,)
-        self.mask_shape, self.out_shape = (batch, tokens), (batch, heads, tokens, value)
+        self.out_shape = batch, heads, tokens, value
         self.dtype, self.tokens = q.dtype, tokens
         self.size, self.block = hold.size, hold.block
         call = self.call = _HeldStep()
@@ -221,20 +221,6 @@ class Step:
         return takes(q, k, v) and all(
             t.dtype == q.dtype and has_data(t) and (t.stride(3) == 1 or t.shape[3] == 1)
             for t in (q, k, v)
-        )
-
-    def takes_queries(self, q: Tensor) -> bool:
-        """Whether queries are like those it was made for."""
-        return q.is_cpu and like(q) == self.like_q
-
-    def takes_keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
-        """Whether keys, values and their mask are like those it was made for."""
-        return (
-            k.is_cpu
-            and v.is_cpu
-            and like(k) == self.like_k
-            and like(v) == self.like_v
-            and (key_mask is None or takes_mask(key_mask, self.mask_shape))
         )
 
     def takes_places(self, places: Places) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.linear import LOG2E
-from subquad.kernels.native.arguments import like, takes_mask
+from subquad.kernels.memory import has_data
+from subquad.kernels.native.arguments import Alike
 from subquad.kernels.native.engine import (
     ACTIVATIONS,
     CAUSAL_CHUNK,
@@ -34,7 +35,7 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 """S, z, c and mass of a state, as in `subquad.attention.kernel.engine.LinearState`."""
 
 
-class Step:
+class Step(Alike):
     """T new tokens and their queries into a state, or T queries of a state that stays.
 
     Args:
@@ -51,7 +52,7 @@ class Step:
         native = library()
         assert native is not None, "refused before"
         self.run = native.subquad_forward
-        self.like_q, self.like_k, self.like_v = like(q), like(k), like(v)
+        super().__init__(q, k, v)
         batch, heads, tokens, width = q.shape
         kv, value, features = k.shape[1], v.shape[3], wk.shape[-1]
         unit = LOG2E if activation == "exp" else 1.0
@@ -63,7 +64,6 @@ class Step:
         self.shapes = (
             (*rows, features, value), (*rows, features, 1), (*rows, 1, level), (*rows, 1, 1),
         )  # fmt: skip
-        self.mask_shape = batch, k.shape[2]
         self.out_shape, self.out_dtype = (batch, heads, tokens, value), v.dtype
         # One token's sums can be written where they are read. More tokens go another way, which
         # gives up a row that underflows before its sums are whole; so do odd widths.
@@ -92,24 +92,14 @@ class Step:
         self.q, self.k, self.v, self.out = call.q, call.k, call.v, call.out
         self.pointer = ctypes.byref(call)
 
-    def takes_queries(self, q: Tensor) -> bool:
-        """Whether queries are like those it was made for."""
-        return q.is_cpu and like(q) == self.like_q
-
-    def takes_keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
-        """Whether keys, values and their mask are like those it was made for."""
-        return (
-            k.is_cpu
-            and v.is_cpu
-            and like(k) == self.like_k
-            and like(v) == self.like_v
-            and (key_mask is None or takes_mask(key_mask, self.mask_shape))
-        )
-
     def takes_sums(self, sums: Sums) -> bool:
         """Whether a state's tensors are such as a step makes."""
         return all(
-            t.shape == shape and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous()
+            t.shape == shape
+            and t.dtype == torch.float32
+            and t.is_cpu
+            and t.is_contiguous()
+            and has_data(t)
             for t, shape in zip(sums, self.shapes, strict=True)
         )
 
