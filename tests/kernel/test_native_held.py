@@ -483,7 +483,7 @@ def test_a_prepared_step_takes_no_call_that_is_another(steps):
             with pytest.raises(ShapeError):
                 mech.step(*bad)
         broadcast = torch.ones(1, 1, dtype=torch.bool)
-        assert torch.allclose(mech.step(*one, state, key_mask=broadcast)[0], out, atol=BOUND)
+        assert (mech.step(*one, state, key_mask=broadcast)[0] - out).abs().max() <= BOUND
         with torch.autocast("cpu"), pytest.raises(DtypeError, match="state's dtype"):
             mech.step(*one, state)
         with sq.kernels.use("torch"):
@@ -665,9 +665,9 @@ def test_a_scale_that_is_a_tensor_may_change(spec):
     with torch.no_grad():
         for _ in range(2):
             mech.step(*one, state, scale=scale)
-        scale.fill_(1.0)
+        scale.fill_(0.25)  # the factor that the bound is derived for
         found = mech.step(*one, state, scale=scale)[0]
-        assert torch.allclose(found, mech.step(*one, state, scale=1.0)[0], atol=BOUND)
+        assert (found - mech.step(*one, state, scale=0.25)[0]).abs().max() <= BOUND
 
 
 @pytest.mark.parametrize("spec", DECODERS)

@@ -148,8 +148,9 @@ def _ready(case: Case, sizes: Sizes) -> Callable[[], Any]:
 def _faster(floor: Floor, sizes: Sizes, rounds: int) -> Found:
     ours, theirs = _rounds(floor, sizes, rounds)
     if _by_the_wall_clock(floor):
-        least = [min(ours)], [min(theirs)]
-        return least[1][0] / least[0][0], " against ".join(map(_duration, least)) + ", the least"
+        ours, theirs = [min(ours)], [min(theirs)]
+        detail = f"{_duration(ours)} against {_duration(theirs)}, the least"
+        return theirs[0] / ours[0], detail
     found = ratio(theirs, ours)
     assert found is not None
     return found, f"{_duration(ours)} against {_duration(theirs)}"
