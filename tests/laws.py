@@ -9,6 +9,7 @@ import io
 import pickle
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import references
 import subquad as sq
@@ -120,6 +121,101 @@ def gradients(spec):
     n = 3 if capabilities(spec).cross else 5
     q, k, v = inputs(n, 5, batch=1, dim=3, value=2, grad=True, size=0.3, spec=spec)
     torch.autograd.gradcheck(lambda q, k, v: mech(q, k, v, causal=causal), (q, k, v))
+
+
+def derivatives(spec, kind):
+    """Law 1: what `torch.func` and forward differentiation say is what autograd says.
+
+    Inside of a transform a call takes another path, of differentiable operations alone. Compared
+    are the output, the gradient, and the derivative along t, by ⟨ō, J t⟩ = ⟨Jᵀ ō, t⟩.
+    """
+    mech, mask = make(spec), MASKS[kind](23, 23)
+    given = inputs(23, 23, grad=True, spec=spec, size=0.5)
+    along = directions(given)
+
+    def call(q, k, v):
+        return mech(q, k, v, mask=mask)
+
+    out = call(*given)
+    (bar,) = directions([out])
+    wanted = torch.autograd.grad(out, given, bar, **UNREAD)
+    found = torch.func.grad(lambda *given: (call(*given) * bar).sum(), (0, 1, 2))(*given)
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other, gradient_rounding(mech))
+    same, tangent = torch.func.jvp(call, given, along)
+    close(same, out)
+    forward, backward = (tangent * bar).sum(), inner(wanted, along)
+    # Sums of up to 2,000 products of size 10 that may cancel: 1.1e-16 × 2,000 × 10, and amplified
+    # as EXACT says.
+    assert abs(forward - backward) <= 1e-8 * max(1.0, abs(backward))
+
+
+def second_derivatives(spec):
+    """Law 1 for gradients that have gradients: H t by autograd's graph, by forward over reverse,
+
+    and, where the gradient is that of the function, by a symmetric difference of gradients: of
+    step h = 1e-5 with an error of h²/6 = 2e-11 times the fourth derivative, and of rounding,
+    `gradient_rounding`/h of the gradient at worst. The graph and the difference are those of
+    parameters too.
+    """
+    mech = make(spec)
+    causal = bool(capabilities(spec).causal)
+    given = inputs(13, 13, grad=True, spec=spec, size=0.3)  # nothing is clipped, see `gradients`
+    everything = [*given, *(p for p in mech.parameters() if p.requires_grad)]
+    along = directions(everything)
+    with sdpa_kernel(SDPBackend.MATH):  # of torch's, the one with second derivatives
+        out = mech(*given, causal=causal)
+    (bar,) = directions([out])
+
+    def total(*given):
+        return (mech(*given, causal=causal) * bar).sum()
+
+    def graph(tensors):
+        first = torch.autograd.grad(out, tensors, bar, create_graph=True, **UNREAD)
+        return torch.autograd.grad(inner(first, along), tensors, retain_graph=True, **UNREAD)
+
+    def gradient(*given):
+        return torch.func.grad(total, (0, 1, 2))(*given)
+
+    _, forward = torch.func.jvp(gradient, given, along[:3])
+    for one, other in zip(graph(given), forward, strict=True):
+        close(one, other, max(1e-9, gradient_rounding(mech)))
+    if not capabilities(spec).exact_gradient:
+        return
+    found, sides = graph(everything), []
+    for step in (1e-5, -2e-5):  # there, and from there to the other side
+        with torch.no_grad():
+            for x, t in zip(everything, along, strict=True):
+                x.add_(step * t)
+        sides.append(torch.autograd.grad(total(*given), everything, **UNREAD))
+    for one, *both in zip(found, *sides, strict=True):
+        close(one, (both[0] - both[1]) / 2e-5, gradient_rounding(mech) / 1e-5)
+
+
+def vmapped(spec, kind):
+    """Law 4: `torch.vmap` over calls of one row is the call of all rows."""
+    mech = make(spec)
+    q, k, v = inputs(23, 23, spec=spec, batch=3)
+    opened = key_mask(3, 23) if kind == "key" else torch.ones(3, 23, dtype=torch.bool)
+    rest = {"causal": True} if kind == "causal" else {}
+
+    def call(q, k, v, opened):
+        mask = {"key_mask": opened[None]} if kind == "key" else {}
+        return mech(q[None], k[None], v[None], **rest, **mask)[0]
+
+    wanted = mech(q, k, v, **rest, **({"key_mask": opened} if kind == "key" else {}))
+    close(torch.vmap(call)(q, k, v, opened), wanted)
+
+
+def directions(tensors, seed=5):
+    """Random numbers in the shapes of tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in tensors)
+
+
+def inner(some, others):
+    """The inner product of two lists of tensors."""
+    return sum((one * other).sum() for one, other in zip(some, others, strict=False))
 
 
 def causality(spec):

@@ -45,6 +45,43 @@ def test_gradients(spec):
     laws.gradients(spec)
 
 
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (spec, kind)
+        for spec in all_variants()
+        for kind in ("key", "causal+key", "prefix", "segments")
+        if laws.takes(spec, laws.MASKS[kind](23, 23), 23, 23)
+    ],
+)
+def test_derivatives(spec, kind):
+    laws.derivatives(spec, kind)
+
+
+@pytest.mark.parametrize("spec", all_variants())
+def test_second_derivatives(spec):
+    laws.second_derivatives(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (spec, kind)
+        for spec in all_variants()
+        for kind in ("none", "causal", "key")
+        if laws.takes(spec, laws.MASKS[kind](23, 23), 23, 23)
+    ],
+)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of its operations
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")
+def test_vmap(spec, kind):
+    if spec.split("(")[0] in ("reformer", "routing"):
+        with pytest.raises(sq.UnsupportedError, match="vmap"):
+            laws.vmapped(spec, kind)
+    else:
+        laws.vmapped(spec, kind)
+
+
 @pytest.mark.parametrize("spec", with_capability("causal"))
 def test_causality(spec):
     laws.causality(spec)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.kernels.linear import EMPTY
+from subquad.kernels.transforms import again, differentiated, transformed
 
 __all__ = ["Rest", "channel_average"]
 
@@ -85,7 +86,7 @@ def channel_average(
         causal: no query reads a later key; needs L ≤ S.
 
     Returns:
-        Zero where no key is read. Differentiable once, in k, v, w and past.
+        Zero where no key is read. Differentiable in k, v, w and past.
 
     Example:
         >>> k, v = torch.zeros(1, 1, 4, 1), torch.arange(4.0).view(1, 1, 4, 1)
@@ -94,6 +95,9 @@ def channel_average(
     """
     past = Rest.empty(k) if past is None else past
     left, right = (-1, -1) if band is None else band
+    if transformed():
+        given = k, v, w, past.top, past.mass, past.mean
+        return _differentiable(*given, _Plan(queries, k.shape[2], left, right, causal))
     result: Tensor = _channel_average(
         k, v, w, past.top, past.mass, past.mean, queries, left, right, causal
     )
@@ -220,6 +224,19 @@ def _whole(
     bias = F.pad(bias, (1, 1))
     for row in range(bias.shape[1]):
         yield row, torch.softmax(keys + bias[:, row, :, None], 2), values
+
+
+def _differentiable(
+    k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, mass: Tensor, mean: Tensor, plan: _Plan
+) -> Tensor:
+    """All rows key by key, by differentiable operations alone: O(L·(band + 128)·D) memory."""
+    chunks = list(plan.chunks())
+    rows = []
+    for chunk, *both in zip(chunks, *plan.rests(k, v, Rest(top, mass, mean), chunks), strict=True):
+        *_, first, last = chunk
+        own = k[:, :, first:last], v[:, :, first:last], plan.bias(w, k, chunk)
+        rows += [(p * values).sum(2) for _, p, values in _whole(*own, (both[0], both[1]))]
+    return torch.stack(rows, 2)
 
 
 @torch.library.custom_op("subquad::channel_average", mutates_args=())
@@ -404,6 +421,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, out_bar: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: checkpointing computes them when they are asked for
+    if differentiated():
+        plan = _Plan(saved[-1].shape[2], saved[0].shape[2], *ctx.how)
+
+        def run(
+            k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, mass: Tensor, mean: Tensor
+        ) -> tuple[Tensor]:
+            return (_differentiable(k, v, w, top, mass, mean, plan),)
+
+        return (*again(run, saved[:6], ctx.needs_input_grad[:6], (out_bar,)), *([None] * 4))
     found = list(_average_backward(*saved, out_bar, *ctx.how))
     if saved[2] is None:
         found[2] = None

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 from subquad.kernels.linear import LOG2E
 from subquad.kernels.precision import own_precision
+from subquad.kernels.transforms import again, differentiated, mapped, transformed
 
 __all__ = ["EMPTY", "UNBOUNDED", "Layout", "block_softmax"]
 
@@ -153,14 +154,21 @@ class _Problem:
             self.segment_k = None if segment_k is None else self.columns(segment_k)
             self.keys = self.k.shape[1]
         # Closed keys before each position, of any row: spans without one need no mask.
-        closed = [] if self.key is None else (~self.key).any(0).cumsum(0).tolist()
+        closed: list[int] = []
+        if self.key is not None and mapped():  # each may be closed
+            closed = list(range(1, self.keys + 1))
+        elif self.key is not None:
+            closed = (~self.key).any(0).cumsum(0).tolist()
         self.closed: list[int] = [0, *closed]
         self.table = table if table is not None and table.shape[-1] else None
-        # The least and the last key block that a query block gathers, of any row.
+        # The least and the last key block that a query block gathers, of any row; −1: unknown.
         self.gathered: list[list[int]] = []
         if self.table is not None:
-            ends = self.table.amin((0, 2)), self.table.amax((0, 2))
-            self.gathered = torch.stack(ends, -1).tolist()
+            if mapped():
+                self.gathered = [[-1, -1]] * self.table.shape[1]
+            else:
+                ends = self.table.amin((0, 2)), self.table.amax((0, 2))
+                self.gathered = torch.stack(ends, -1).tolist()
             # Contiguous once: else every gathering would copy all keys.
             self.k, self.v = self.k.contiguous(), self.v.contiguous()
         # Tokens that are gathered together: a block, where they cut all keys into blocks.
@@ -306,9 +314,7 @@ def forward(p: _Problem, need_lse: bool) -> tuple[Tensor, Tensor]:
             if need_lse:
                 lse[here, :, start:stop] = EMPTY
             continue
-        scores = [p.scores(q, k, allowed) for _, k, _, allowed in parts]
-        s = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
-        v = parts[0][2] if len(parts) == 1 else torch.cat([part[2] for part in parts], 1)
+        s, v = _together(p, q, parts)
         closable = any(allowed is not None for *_, allowed in parts)
         top = s.amax(-1) if need_lse or closable else None
         empty = None if top is None or not closable else top == float("-inf")
@@ -325,6 +331,40 @@ def forward(p: _Problem, need_lse: bool) -> tuple[Tensor, Tensor]:
             # The largest weight is exp(top − lse).
             sums = top - weights.amax(-1).log_()
             lse[here, :, start:stop] = sums if empty is None else sums.masked_fill_(empty, EMPTY)
+    return out, lse
+
+
+def _together(p: _Problem, q: Tensor, parts: list[Any]) -> tuple[Tensor, Tensor]:
+    """Scores and values of all parts, side by side."""
+    scores = [p.scores(q, k, allowed) for _, k, _, allowed in parts]
+    if len(parts) == 1:
+        return scores[0], parts[0][2]
+    return torch.cat(scores, -1), torch.cat([part[2] for part in parts], 1)
+
+
+def differentiable(p: _Problem) -> tuple[Tensor, Tensor]:
+    """`forward` with the log-sum-exp by differentiable operations alone: O(L·R) memory."""
+    outs: dict[int, list[Tensor]] = {}
+    sums: dict[int, list[Tensor]] = {}
+    for low, high, start, stop, own in p.chunks():
+        here = slice(low, high)
+        q = p.q[here, :, start:stop]
+        parts = list(p.parts(here, start, stop, own))
+        if parts:
+            s, v = _together(p, q, parts)
+            empty = (s.detach() == float("-inf")).all(-1, keepdim=True)
+            s = s.masked_fill(empty, 0.0)
+            weights = torch.softmax(s, -1).masked_fill(empty, 0.0)
+            out = torch.bmm(weights.flatten(1, 2), v).unflatten(1, (p.groups, -1))
+            lse = s.logsumexp(-1).masked_fill(empty[..., 0], EMPTY)
+        else:
+            out = q.new_zeros(*q.shape[:-1], p.v.shape[-1])
+            lse = q.new_full(q.shape[:-1], EMPTY)
+        outs.setdefault(start, []).append(out)
+        sums.setdefault(start, []).append(lse)
+    out, lse = (
+        torch.cat([torch.cat(found[start]) for start in sorted(found)], 2) for found in (outs, sums)
+    )
     return out, lse
 
 
@@ -422,12 +462,25 @@ def _block_softmax(
     aligned: bool, span: bool, causal: bool, offset: int, dilation: int, skip: int,
     width: int | None, scale: float, need_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _run(
+        q, k, v, table, key, segment_q, segment_k, block, left, right, aligned, span, causal,
+        offset, dilation, skip, width, scale, need_lse,
+    )  # fmt: skip
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, key: Tensor | None,
+    segment_q: Tensor | None, segment_k: Tensor | None, block: int, left: int, right: int,
+    aligned: bool, span: bool, causal: bool, offset: int, dilation: int, skip: int,
+    width: int | None, scale: float, need_lse: bool, plain: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (B, H, L, V) and lse (B, H, L); `plain`, with the lse, by differentiable operations."""
     p = _problem(
         q, k, v, table, key, segment_q, segment_k, block, left, right, aligned, span, causal,
         offset, dilation, skip, width, scale,
     )  # fmt: skip
     with own_precision(q):
-        out, lse = forward(p, need_lse)
+        out, lse = differentiable(p) if plain else forward(p, need_lse)
     heads = (-1, q.shape[1])
     out = out.to(v.dtype).flatten(0, 1).unflatten(0, heads)
     lse = lse.flatten(0, 1).unflatten(0, heads)
@@ -503,6 +556,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, out_bar: Tensor | None, lse_bar: Tensor | None) -> tuple[Any, ...]:
     *inputs, out, lse = ctx.saved_tensors
+    if differentiated():
+        rest = [*inputs[3:], *ctx.options, True, True]
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return _run(q, k, v, *rest)
+
+        needs = ctx.needs_input_grad[:3]
+        return (*again(run, inputs[:3], needs, (out_bar, lse_bar)), *([None] * 16))
     bars = _block_softmax_backward(*inputs, *ctx.options, out, lse, out_bar, lse_bar)
     return (*bars, *([None] * 16))
 
@@ -541,7 +602,7 @@ def block_softmax(
         out (B, H, L, V) in v's dtype, zero where no key is read, and lse (B, H, L), `EMPTY`
         there. Gradients flow through both.
     """
-    if q.is_cuda:
+    if q.is_cuda and not transformed():
         from subquad.kernels.dispatch import explain_block  # late: it imports this module
         from subquad.kernels.flex import flex_softmax
 
@@ -551,9 +612,12 @@ def block_softmax(
             )
     tracked = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     first, second = (None, None) if segments is None else segments
-    out, lse = _block_softmax(
-        q, k, v, table, key, first, second, layout.block, layout.left, layout.right,
-        layout.aligned, layout.span, layout.causal, layout.offset, layout.dilation, layout.skip,
-        layout.width, scale, need_lse or tracked,
+    how = (
+        layout.block, layout.left, layout.right, layout.aligned, layout.span, layout.causal,
+        layout.offset, layout.dilation, layout.skip, layout.width, scale,
     )  # fmt: skip
+    if transformed():
+        out, lse = _run(q, k, v, table, key, first, second, *how, True, plain=True)
+    else:
+        out, lse = _block_softmax(q, k, v, table, key, first, second, *how, need_lse or tracked)
     return out, lse if need_lse else None

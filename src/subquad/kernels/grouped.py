@@ -25,6 +25,7 @@ from torch import Tensor
 from subquad.kernels.block import EMPTY, SCORE_BYTES
 from subquad.kernels.linear import LOG2E
 from subquad.kernels.precision import own_precision
+from subquad.kernels.transforms import transformed
 
 __all__ = ["PairBias", "PairClosed", "grouped_softmax", "joint_softmax", "of_tokens"]
 
@@ -166,6 +167,26 @@ def forward(p: _Problem) -> tuple[Tensor, ...]:
 
 
 @_without_autocast
+def differentiable(p: _Problem) -> tuple[Tensor, ...]:
+    """`forward` by differentiable operations alone: all scores are held where gradients are."""
+    found = []
+    for groups in p.chunks():
+        here = slice(int(groups[0]), int(groups[-1]) + 1)
+        q_at, k_at = p.places(groups)
+        q, k, v = (p.gather(t, at, groups) for t, at in ((p.q, q_at), (p.k, k_at), (p.v, k_at)))
+        s = p.scores(q, k, p.bound(groups))
+        top = s.detach().amax(-1, keepdim=True)
+        empty = (top < CLOSED / 4) | (p.queries[here] < 0)[..., None]
+        top = top.masked_fill(empty, 0.0)
+        weights = torch.exp2(s - top).masked_fill(empty, 0.0)
+        total = weights.sum(-1, keepdim=True).masked_fill(empty, 1.0)
+        lse = ((top + total.log2()) / LOG2E).masked_fill(empty, EMPTY)
+        found.append((torch.bmm(weights, v) / total, lse.squeeze(-1)))
+    out, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return out, lse
+
+
+@_without_autocast
 def backward(p: _Problem, lse: Tensor, out_bar: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, flat as in `_Problem`; δ = Σ ō∘o − l̄ of each query."""
     q_bar, k_bar, v_bar = (t.new_zeros(t.shape) for t in (p.q, p.k, p.v))
@@ -252,6 +273,10 @@ def grouped_softmax(
         out (B, H, G, C, V) and lse (B, H, G, C) in float32, float64 for float64 inputs: zero and
         `EMPTY` where a query reads no key. Gradients flow through both.
     """
+    if transformed():
+        p = _Problem(q, k, v, queries, keys, key, causal, bias, scale)
+        out, lse = (t.unflatten(0, queries.shape[:3]) for t in differentiable(p))
+        return out, lse
     found: tuple[Tensor, Tensor] = _Grouped.apply(  # type: ignore[no-untyped-call]  # torch's
         q, k, v, queries, keys, key, causal, bias, scale
     )
@@ -287,6 +312,25 @@ def _places(queries: Tensor, length: int) -> Tensor:
     places = torch.full((len(flat), length + 1), -1, device=flat.device)
     numbers = torch.arange(flat.shape[1], device=flat.device).expand_as(flat)
     return places.scatter_(1, flat + 1, numbers)[:, 1:]
+
+
+def _jointly(
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, key: Tensor | None,
+    causal: bool, closed: Sequence[PairClosed | None], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`joint_softmax` by differentiable operations alone."""
+    outs, sums = [], []
+    for mine, theirs, shut in zip(queries, keys, closed, strict=True):
+        p = _Problem(q, k, v, mine, theirs, key, causal, None, scale, shut)
+        both = [t.view(*mine.shape, -1) for t in differentiable(p)]
+        (found, there), (own, _) = (of_tokens(t, mine, q.shape[2]) for t in both)
+        outs.append(found.masked_fill(~there[..., None], 0.0))
+        sums.append(own.masked_fill(~there[..., None], EMPTY))
+    logits = torch.stack(sums)
+    weights = torch.softmax(logits, 0)
+    lse = logits.logsumexp(0).squeeze(-1)
+    none = (logits.detach() == EMPTY).all(0).squeeze(-1)
+    return (weights * torch.stack(outs)).sum(0), lse.masked_fill(none, EMPTY)
 
 
 class _Joint(torch.autograd.Function):
@@ -373,6 +417,8 @@ def joint_softmax(
     """
     if closed is None:
         closed = [None] * len(queries)
+    if transformed():
+        return _jointly(q, k, v, queries, keys, key, causal, closed, scale)
     found: tuple[Tensor, Tensor] = _Joint.apply(  # type: ignore[no-untyped-call]  # torch's
         q, k, v, queries, keys, key, causal, closed, scale
     )

@@ -41,6 +41,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from subquad.kernels.memory import large_pages
 
@@ -111,11 +112,15 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Activation:
-    """φ = activation(xW + b): its value from xW + b, its derivative from its value."""
+    """φ = activation(xW + b): its value from xW + b, its derivative from its value.
+
+    `plain` is the same function by differentiable operations, for transforms.
+    """
 
     expand: int
     value: Callable[[Tensor, Tensor], None]
     pullback: Callable[[Tensor, Tensor], Tensor]
+    plain: Callable[[Tensor], Tensor]
 
 
 RELU_EPSILON = 1e-3
@@ -153,11 +158,31 @@ def _sigmoid(x: Tensor, out: Tensor) -> None:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "relu": Activation(1, _relu, lambda y, d: d.masked_fill(y <= RELU_EPSILON, 0.0)),
-    "elu": Activation(1, _elu, lambda y, d: d * y.clamp_max(1.0)),
-    "softplus": Activation(1, _softplus, lambda y, d: torch.expm1(-y).mul_(d).neg_()),
-    "sigmoid": Activation(1, _sigmoid, lambda y, d: d * y * (1.0 - y)),
-    "trig": Activation(2, _trig, _trig_pullback),
+    "relu": Activation(
+        1,
+        _relu,
+        lambda y, d: d.masked_fill(y <= RELU_EPSILON, 0.0),
+        lambda x: functional.relu(x) + RELU_EPSILON,
+    ),
+    "elu": Activation(
+        1,
+        _elu,
+        lambda y, d: d * y.clamp_max(1.0),
+        lambda x: torch.where(x > 0.0, x + 1.0, x.clamp_max(0.0).exp()),
+    ),
+    "softplus": Activation(
+        1,
+        _softplus,
+        lambda y, d: torch.expm1(-y).mul_(d).neg_(),
+        lambda x: torch.logaddexp(x, x.new_zeros(())),
+    ),
+    "sigmoid": Activation(1, _sigmoid, lambda y, d: d * y * (1.0 - y), torch.sigmoid),
+    "trig": Activation(
+        2,
+        _trig,
+        _trig_pullback,
+        lambda x: torch.cat([x.cos(), x.sin()], -1) * x.shape[-1] ** -0.5,
+    ),
 }
 """Built-in plain maps. "trig" gives [cos, sin]·R^-½, so that |φ_q·φ_k| ≤ 1."""
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from subquad.kernels import differentiable
 from subquad.kernels.dispatch import engine, plan
 from subquad.kernels.linear import (
     ACTIVATIONS,
+    LOG2E,
     FunctionMap,
     Gradients,
     LinearMap,
@@ -28,6 +30,7 @@ from subquad.kernels.linear import (
 )
 from subquad.kernels.memory import has_data, watched
 from subquad.kernels.precision import own_precision
+from subquad.kernels.transforms import again, differentiated, transformed
 
 __all__ = ["linear_attention", "linear_attention_functions"]
 
@@ -162,35 +165,68 @@ def _shapes_backward(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    (q, k, v, wq, bq, wk, bk, key_bias, key_mask, s0, _, c0, _, *options) = inputs
-    out, den, scale, *rest = output
-    *options, keep, backend = options
+    *given, keep, backend = inputs
     if not keep:
         raise RuntimeError("linear attention was called with keep=0 but needs gradients")
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, wq, bq, wk, bk, key_bias, key_mask, c0, out, den, scale, *rest)
-    ctx.options, ctx.run = options, (keep, backend)
-    ctx.has_state = s0 is not None
+    ctx.save_for_backward(*given[:INPUTS], *output)
+    ctx.options, ctx.run = given[INPUTS:], (keep, backend)
+
+
+INPUTS = 13
+"""Tensors that the operator takes."""
 
 
 def _backward(ctx: Any, *bars: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors  # read once: checkpointing unpacks them by recomputation
-    inputs, saved = tensors[:10], tensors[10:]
+    inputs, saved = tensors[:INPUTS], tensors[INPUTS:]
     out_bar, den_bar, _, s_bar, z_bar, *_ = bars
+    needs = ctx.needs_input_grad
+    if differentiated():
+
+        def run(*given: Any) -> tuple[Tensor, ...]:
+            return measured(_differentiable(*given, *ctx.options), saved[2])
+
+        bars = out_bar, den_bar, None, s_bar, z_bar
+        return (*again(run, inputs, needs[:INPUTS], bars), *([None] * 6))
     if out_bar is None:
         out_bar = torch.zeros_like(saved[0])
-    needs = ctx.needs_input_grad
     need = [bool(needs[i]) for i in (3, 4, 5, 6, 7)]
+    *given, s0, _, c0, _ = inputs
     found = _linear_attention_backward(
-        *inputs, *ctx.options, *saved, out_bar, den_bar, s_bar, z_bar, need, *ctx.run
+        *given, c0, *ctx.options, *saved, out_bar, den_bar, s_bar, z_bar, need, *ctx.run
     )
     q, k, v, wq, bq, wk, bk, key_bias, s, z = found
     weights = [
         bar.to(t.dtype) if wanted else None
         for bar, t, wanted in zip((wq, bq, wk, bk, key_bias), inputs[3:8], need, strict=True)
     ]
-    states = (s, z) if ctx.has_state else (None, None)
+    states = (None, None) if s0 is None else (s, z)
     return (q, k, v, *weights, None, *states, *([None] * 8))
+
+
+def measured(found: tuple[Tensor, ...], scale: Tensor) -> tuple[Tensor, ...]:
+    """Results of `differentiable.linear` with normalisers that are relative to another scale."""
+    out, den, own, *state = found
+    return out, den * torch.exp2(own.detach() - scale.detach()), scale, *state
+
+
+def _differentiable(
+    q: Tensor, k: Tensor, v: Tensor, wq: Tensor, bq: Tensor | None, wk: Tensor,
+    bk: Tensor | None, key_bias: Tensor | None, key_mask: Tensor | None, s: Tensor | None,
+    z: Tensor | None, c: Tensor | None, mass: Tensor | None, activation: str, quad: float,
+    clip: float, absorb: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The operator's out, den, scale and state by differentiable operations."""
+    query, key = (
+        differentiable.linear_map(w, b, activation, len(q)) for w, b in ((wq, bq), (wk, bk))
+    )
+    with own_precision(q):
+        return differentiable.linear(
+            q, k, v, query, key, log=activation == "exp", features=_features(wk, activation),
+            key_bias=key_bias, key_mask=key_mask, state=_state(s, z, c, mass), quad=quad,
+            clip=clip, absorb=absorb,
+        )  # fmt: skip
 
 
 torch.library.register_autograd("subquad::linear_attention", _backward, setup_context=_setup)
@@ -210,6 +246,12 @@ def linear_attention(
         scales.
     """
     s, z, c, mass = state if state is not None else (None, None, None, None)
+    if transformed():
+        out, den, scale, *rest = _differentiable(
+            q, k, v, wq, bq, wk, bk, key_bias, key_mask, s, z, c, mass, activation, quad, clip,
+            absorb,
+        )  # fmt: skip
+        return out, den, scale, (rest[0], rest[1], rest[2], rest[3])
     tensors = (q, k, v, wq, bq, wk, bk, key_bias, s, z)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     backend, kept = plan(
@@ -236,37 +278,46 @@ def linear_attention(
 
 class _Functions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, make: Any, save: bool, q: Tensor, k: Tensor, v: Tensor,
+    def forward(ctx: Any, make: Any, plain: Any, save: bool, q: Tensor, k: Tensor, v: Tensor,
                 key_bias: Tensor | None, s: Tensor | None, z: Tensor | None,
                 *parameters: Tensor) -> Any:  # fmt: skip
         p = make(q, k, v, key_bias, s, z)
         r = forward(p, causal_chunk(p.features) if save else 0)
         ctx.set_materialize_grads(False)
-        ctx.make, ctx.has_state = make, s is not None
+        ctx.make, ctx.plain, ctx.parameters = make, plain, len(parameters)
         results = (r.out, r.den, r.scale, *r.state, *r.history, r.flags)
-        ctx.save_for_backward(q, k, v, key_bias, s, z, *results)
+        ctx.save_for_backward(*parameters, q, k, v, key_bias, s, z, *results)
         ctx.mark_non_differentiable(r.scale, r.state[2], r.state[3])
         return r.out, r.den, r.scale, *r.state
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, out_bar: Tensor | None, den_bar: Tensor | None, _: Any,
                  s_bar: Tensor | None, z_bar: Tensor | None, *unused: Any) -> Any:  # fmt: skip
-        q, k, v, key_bias, s0, z0, out, den, scale, *rest = ctx.saved_tensors
+        tensors, count = ctx.saved_tensors, ctx.parameters
+        parameters, tensors = tensors[:count], tensors[count:]
+        if differentiated():
+            bars, needs = (out_bar, den_bar, None, s_bar, z_bar), ctx.needs_input_grad[3:9]
+            scale = tensors[8]
+
+            def run(*given: Any) -> tuple[Tensor, ...]:
+                return measured(ctx.plain(*given), scale)
+
+            return None, None, None, *again(run, tensors[:6], needs, bars, parameters)
+        q, k, v, key_bias, s0, z0, out, den, scale, *rest = tensors
         s, z, c, mass, hs, hz, hc, flags = rest
         p = ctx.make(q, k, v, key_bias, s0, z0)
         result = Result(out, den, scale, (s, z, c, mass), (hs, hz, hc), flags)
         if out_bar is None:
             out_bar = torch.zeros_like(out)
         with own_precision(q):  # backward() may run inside autocast
-            need = ctx.needs_input_grad[5]
+            need = ctx.needs_input_grad[6]
             keep = causal_chunk(p.features)
             g: Gradients = backward(p, result, out_bar, den_bar, s_bar, z_bar, need, keep)
-        states = (g.s, g.z) if ctx.has_state else (None, None)
+        states = (None, None) if s0 is None else (g.s, g.z)
         totals = [
             _add(a, b) for a, b in zip(p.query_map.gradients, p.key_map.gradients, strict=True)
         ]
-        return None, None, g.q, g.k, g.v, g.key_bias, *states, *totals
+        return None, None, None, g.q, g.k, g.v, g.key_bias, *states, *totals
 
 
 def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -293,9 +344,29 @@ def linear_attention_functions(
         full = None if scales is None else (s, z, *scales)
         return Problem(q, k, v, query_map, key_map, bias, key_mask, full, 0.0, clip, absorb)
 
+    def plain(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, s: Any, z: Any
+    ) -> tuple[Tensor, ...]:
+        def rows(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def map_rows(x: Tensor) -> Tensor:
+                value = function(x.unflatten(0, (-1, heads))).flatten(0, 1)
+                return value * LOG2E if log else value
+
+            return map_rows
+
+        full = None if scales is None else (s, z, *scales)
+        with own_precision(q):
+            return differentiable.linear(
+                q, k, v, rows(query), rows(key), log=log, features=features, key_bias=bias,
+                key_mask=key_mask, state=full, quad=0.0, clip=clip, absorb=absorb,
+            )  # fmt: skip
+
     s, z = (None, None) if state is None else state[:2]
+    if transformed():
+        out, den, scale, s, z, c, mass = plain(q, k, v, key_bias, s, z)
+        return out, den, scale, (s, z, c, mass)
     tensors = (q, k, v, key_bias, s, z, *parameters)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     run: Callable[..., Any] = _Functions.apply
-    out, den, scale, s, z, c, mass = run(make, save, q, k, v, key_bias, s, z, *parameters)
+    out, den, scale, s, z, c, mass = run(make, plain, save, q, k, v, key_bias, s, z, *parameters)
     return out, den, scale, (s, z, c, mass)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad.kernels.linear import EMPTY, TINY
+from subquad.kernels.transforms import again, differentiated, transformed
 
 __all__ = ["running_logsumexp"]
 
@@ -31,7 +32,7 @@ def running_logsumexp(y: Tensor, start: Tensor | None = None) -> Tensor:
         start: (N, 1, M) result of what came before, −inf or `EMPTY` for nothing.
 
     Returns:
-        (N, S, M); below `EMPTY`/2 where nothing has come yet. Differentiable once.
+        (N, S, M); below `EMPTY`/2 where nothing has come yet.
 
     Example:
         >>> running_logsumexp(torch.zeros(1, 4, 1)).exp().flatten()
@@ -39,6 +40,8 @@ def running_logsumexp(y: Tensor, start: Tensor | None = None) -> Tensor:
     """
     if start is None:
         start = torch.full_like(y[:, :1], EMPTY)
+    if transformed():
+        return _whole(start, y)
     result: Tensor = _running_logsumexp(y, start)
     return result
 
@@ -62,7 +65,7 @@ def _running_logsumexp(y: Tensor, start: Tensor) -> Tensor:
 
 
 def _whole(before: Tensor, part: Tensor) -> Tensor:
-    return torch.logcumsumexp(torch.cat([before, part], 1).clamp_min_(EMPTY), 1)[:, 1:]
+    return torch.logcumsumexp(torch.cat([before, part], 1).clamp_min(EMPTY), 1)[:, 1:]
 
 
 @_running_logsumexp.register_fake
@@ -117,8 +120,15 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs, output)
 
 
-def _backward(ctx: Any, out_bar: Tensor) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _running_backward(*ctx.saved_tensors, out_bar)
+def _backward(ctx: Any, out_bar: Tensor) -> tuple[Tensor | None, ...]:
+    y, start, out = ctx.saved_tensors
+    if differentiated():
+
+        def run(y: Tensor, start: Tensor) -> tuple[Tensor]:
+            return (_whole(start, y),)
+
+        return again(run, (y, start), ctx.needs_input_grad, (out_bar,))
+    found: tuple[Tensor, Tensor] = _running_backward(y, start, out, out_bar)
     return found
 
 

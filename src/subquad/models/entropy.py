@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.kernels.transforms import refuse_graph, transformed
+
 __all__ = ["token_cross_entropy"]
 
 CHUNK = 1 << 19
@@ -22,7 +24,7 @@ def token_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float =
     On a CPU the rows are read in parts that stay in the cache, and the gradient is made on the
     way, in the dtype of the logits: O(N·V) time, one matrix of memory. torch's own writes
     log-probabilities, their gradient and, below float32, copies of logits and gradient: five.
-    Elsewhere, and where torch traces, torch's own is called. The gradient has no gradient.
+    Elsewhere, and where torch traces or transforms, torch's own is called.
 
     Paper of the smoothing: Szegedy et al. 2016, arXiv 1512.00567, section 7.
 
@@ -36,13 +38,15 @@ def token_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float =
 
     Raises:
         IndexError: a label outside of the vocabulary.
+        RuntimeError: at ``create_graph=True``; the gradient has no gradient, for which the logits
+            would have to be kept as well.
 
     Example:
         >>> logits = torch.randn(3, 7, requires_grad=True)
         >>> token_cross_entropy(logits, torch.tensor([6, -100, 0]), 0.1).shape
         torch.Size([3])
     """
-    if logits.device.type != "cpu" or torch.compiler.is_compiling():
+    if logits.device.type != "cpu" or torch.compiler.is_compiling() or transformed():
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, labels, label_smoothing=label_smoothing, reduction="none")
     out: Tensor = _CrossEntropy.apply(logits, labels, label_smoothing)  # type: ignore[no-untyped-call]
@@ -87,8 +91,8 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.where(kept, 0.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        refuse_graph("token_cross_entropy", "torch.nn.functional.cross_entropy has one")
         gradient, kept = ctx.saved_tensors
         factors = outer.where(kept, 0.0).unsqueeze(1).to(gradient.dtype)
         return gradient * factors, None, None

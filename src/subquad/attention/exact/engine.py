@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from subquad.attention.base import State, continued
 from subquad.attention.masks import Mask
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
+from subquad.kernels.transforms import forward_mode, recomputes
 
 __all__ = [
     "CHUNK_BYTES",
@@ -162,7 +165,7 @@ def over_queries(
     """
     queries, keys = q.shape[2], k.shape[2]
     rows = max(1, CHUNK_BYTES // bytes_per_query)
-    again = rows < queries and torch.is_grad_enabled()
+    again = rows < queries and recomputes()
     if (mask.causal or mask.window is not None) and not torch.compiler.is_compiling():
         rows = min(rows, CHUNK_ROWS)
     added = None if mask.dense is None or mask.dense.dtype == torch.bool else mask.dense
@@ -310,16 +313,18 @@ def fused(
         # The fused kernels take one width; columns of zeros change neither logits nor output.
         width = max(value_dim, head_dim)
         q, k, v = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    # The fused kernels have no forward derivative.
+    with sdpa_kernel(SDPBackend.MATH) if forward_mode() else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
     return out[..., :value_dim]
 
 

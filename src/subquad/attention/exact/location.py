@@ -17,6 +17,7 @@ from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, 
 from subquad.attention.exact import engine
 from subquad.attention.exact.engine import KeyValueState, clear, dense_as, sums_dtype
 from subquad.attention.masks import Mask
+from subquad.kernels.transforms import recomputes
 from subquad.options import Config, flag_problem, integer_problem
 
 __all__ = ["Location", "LocationConfig", "LocationState"]
@@ -254,7 +255,7 @@ class Location(Mechanism):
         per_key = self.config.kernel + self.config.filters + 2 * from_q.shape[-1]
         rows = max(1, engine.CHUNK_BYTES // (batch * heads * keys * per_key * dtype.itemsize))
         run = functools.partial(self._follow, mask, (queries, keys))
-        again = rows < queries and torch.is_grad_enabled()
+        again = rows < queries and recomputes()
         found = []
         for start, piece in zip(range(0, queries, rows), from_q.split(rows, 3), strict=True):
             call = (start, before, piece, *shared)

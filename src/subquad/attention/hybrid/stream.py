@@ -26,8 +26,9 @@ three other corpora the chosen one gives 1.123, a window of as many keys 1.188.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -279,9 +280,10 @@ class _Run:
     ) -> tuple[dict[str, _Sums], HeldKeys]:  # fmt: skip
         """By the C++ library."""
         hold, groups = self.hold, x.shape[1:3]
+        plain = functools.partial(self.plain, even)
         num, log_scale, mass, filled, places, gone = native.attend(
             x.flatten(1, 2), k, v, opened, state.kv, state.mass, state.held, hold,
-            DECAY**hold.block, self.scale,
+            DECAY**hold.block, self.scale, plain,
         )  # fmt: skip
         den = log_scale.new_ones(()).expand_as(log_scale)
         if even is None:
@@ -312,6 +314,26 @@ class _Run:
         free = torch.arange(hold.size, device=filled.device) >= filled[:, None]
         kv = of(places).masked_fill(free[:, None, :, None], 0.0)
         return found, HeldKeys(kv, mass, filled, behind, None if even is None else int(filled[0]))
+
+    def plain(
+        self, even: int | None, opened: Tensor | None, mass: Tensor, held: Tensor, q: Tensor,
+        k: Tensor, v: Tensor, kv: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Outputs (B, H, L, V) of the held keys and their log-sum-exp, by torch operations."""
+        run = replace(self, far=None, apart=False, sums=True)
+        state = HeldKeys(kv, mass, held, None, even)
+        x, new = q.unflatten(1, (k.shape[1], -1)), torch.cat([k, v], -1)
+        if even is not None:
+            parts, _ = run.even(x, new, state, even)
+        else:
+            if opened is None:
+                opened = torch.ones(len(k), k.shape[2], dtype=torch.bool, device=k.device)
+            parts, _ = run.ragged(x, new, opened, state)
+        num, den, log_scale = (t.flatten(1, 2) for t in parts["held"])
+        none = den == 0
+        whole = den.masked_fill(none, 1.0)
+        lse = (log_scale + whole.log()).masked_fill(none, EMPTY_LOG_SCALE)
+        return num / whole[..., None], lse
 
     def behind(
         self,

@@ -37,6 +37,7 @@ from subquad.kernels.memory import has_data
 from subquad.kernels.native.engine import DTYPES
 from subquad.kernels.native.step import Step, Sums
 from subquad.kernels.ops import linear_attention, linear_attention_functions
+from subquad.kernels.transforms import mapped
 
 __all__ = [
     "FunctionFeatures",
@@ -132,7 +133,7 @@ class SignedFeatures:
         # A row without negative weight gets its positive ones times 2^-100, below rounding:
         # an empty row would be mistaken for one that underflowed.
         none = alpha.detach().amin(-1, keepdim=True) >= -least
-        if bool(none.any()):
+        if mapped() or bool(none.any()):
             below = torch.where(none, above - 100.0 * LN2, below)
         return torch.cat([above, below], 2)
 
@@ -259,7 +260,8 @@ def _checked(
             raise ShapeError(
                 f"the feature function must map {tuple(x.shape)} to {wanted}, it gave {found}"
             )
-        if not maps.log and not maps.clip and bool((value < 0).any()):
+        asked = not maps.log and not maps.clip and not mapped()
+        if asked and bool((value < 0).any()):
             raise OptionError(
                 "the feature function gave negative features: attention weights would change "
                 "sign and normalisers vanish; use a non-negative function"

@@ -42,6 +42,7 @@ from subquad.features.gauges import (
     pool_moments,
 )
 from subquad.kernels.precision import own_precision
+from subquad.kernels.transforms import transformed
 from subquad.options import Config, choice_problem, integer_problem, number_problem
 
 __all__ = ["KernelNystrom", "KernelNystromConfig"]
@@ -413,7 +414,10 @@ class KernelNystrom(KernelMechanism):
             [gauge.queries(marks_q.to(dtype), root), gauge.keys(marks_k.to(dtype), root)[0]], -2
         )
         wide = z.double()
-        kernel = torch.exp(-0.5 * torch.cdist(wide, wide).square())
+        squares = wide.square().sum(-1)
+        # Not by cdist: its gradient has no gradient.
+        apart = squares[..., None] + squares[..., None, :] - 2.0 * wide @ wide.mT
+        kernel = torch.exp(-0.5 * apart.clamp_min(0.0))
         eye = torch.eye(z.shape[-2], dtype=torch.float64, device=z.device)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel + self.config.ridge * eye))
         columns = z.transpose(-1, -2)
@@ -429,7 +433,8 @@ class KernelNystrom(KernelMechanism):
     def _calibrated_maps(self, root: float, dtype: torch.dtype, q: Tensor) -> Any:
         """The gauge and `_maps` of calibrated landmarks, kept until a buffer changes."""
         buffers = [getattr(self, name) for name in CALIBRATED]
-        if torch.is_grad_enabled() and any(buffer.requires_grad for buffer in buffers):
+        graph = torch.is_grad_enabled() and any(buffer.requires_grad for buffer in buffers)
+        if graph or transformed():
             found = self._gauge(q, None, None, root)  # each call has its own graph
             return found[0], self._maps(*found, root, dtype)
         if any(buffer.is_inference() for buffer in buffers):  # these count no versions
@@ -469,10 +474,10 @@ class KernelNystrom(KernelMechanism):
             return x @ wk + bk
 
         def query_log() -> Tensor:
-            x = q.to(dtype).unflatten(1, (self.num_kv_heads, -1)).flatten(2, 3)
+            x = q.detach().to(dtype).unflatten(1, (self.num_kv_heads, -1)).flatten(2, 3)
             step = max(1, CHUNK_ELEMENTS // (x.shape[0] * x.shape[1] * self.config.features))
             with torch.no_grad():
-                tops = [(part @ wq + bq).amax(-1) for part in x.split(step, 2)]
+                tops = [(part @ wq.detach() + bq.detach()).amax(-1) for part in x.split(step, 2)]
             offset = gauge.queries_offset(q.to(dtype), self.num_kv_heads, root)
             return (torch.cat(tops, -1) + offset).reshape(q.shape[:-1])
 

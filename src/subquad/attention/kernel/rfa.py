@@ -45,6 +45,7 @@ from subquad.errors import OptionError
 from subquad.features.draws import DRAWS, draw_projection
 from subquad.features.sphere import unit
 from subquad.kernels.linear import EMPTY, LN2, LOG2E
+from subquad.kernels.transforms import transformed
 from subquad.options import Config, choice_problem, flag_problem, integer_problem, number_problem
 
 __all__ = ["RFA", "RFAConfig"]
@@ -350,7 +351,7 @@ class RFA(KernelMechanism):
                 replace(maps, key_bias=bias.to(x.dtype)), queries, ks, values, first, open_, state,
                 new_state=True,
             )  # fmt: skip
-            if out.requires_grad and bias.requires_grad:
+            if transformed() or (out.requires_grad and bias.requires_grad):
                 if open_ is not None:
                     bias = bias.masked_fill(~open_[:, None], EMPTY)
                 seen = torch.cat([(seen + total).clamp_min(EMPTY), bias], -1).logcumsumexp(-1)
@@ -424,7 +425,7 @@ def _log_mass(state: Flat | None, like: Tensor) -> Tensor:
 def _decay(state: Flat, total: Tensor) -> Flat:
     """The state times e^total: its scale moves, and gradients pass through a factor of 1."""
     s, z, c, mass = state
-    if total.requires_grad:
+    if total.requires_grad or transformed():
         one = torch.exp(total - total.detach()).to(s.dtype)
         s, z = s * one, z * one
     return s, z, c + (LOG2E * total.detach()).to(c.dtype), mass

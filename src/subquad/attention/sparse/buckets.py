@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.attention.base import State
-from subquad.errors import DtypeError, ShapeError
+from subquad.errors import DtypeError, ShapeError, UnsupportedError
 from subquad.kernels.grouped import of_tokens
+from subquad.kernels.transforms import mapped
 
 __all__ = [
     "BucketState",
@@ -33,7 +34,18 @@ __all__ = [
     "cut_sorted",
     "of_tokens",
     "ranks",
+    "refuse_vmap",
 ]
+
+
+def refuse_vmap(mechanism: str) -> None:
+    """Raises UnsupportedError where `torch.vmap` hides the tokens from a mechanism."""
+    if mapped():
+        raise UnsupportedError(
+            mechanism,
+            "torch.vmap",
+            "which tokens share a group, and of what size, depends on them; give rows as a batch",
+        )
 
 
 def _order(bucket: Tensor, count: int) -> Tensor:

@@ -24,6 +24,7 @@ from subquad.attention.exact.engine import (
 from subquad.attention.masks import Mask
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial, combine
 from subquad.errors import DtypeError, OptionError, ShapeError
+from subquad.kernels.transforms import recomputes
 from subquad.options import Config, flag_problem, integer_problem
 
 __all__ = ["Global", "GlobalConfig", "LeadingState"]
@@ -455,7 +456,7 @@ def _gather(
 
 def _again(run: Callable[..., tuple[Tensor, ...]], start: int, *tensors: Tensor) -> Any:
     """`run`, computed again in the backward pass instead of keeping what is in between."""
-    if not torch.is_grad_enabled():
+    if not recomputes():
         return run(start, *tensors)
     return checkpoint(run, start, *tensors, use_reentrant=False, preserve_rng_state=False)
 

@@ -14,7 +14,7 @@ from subquad.attention.base import Absent, Capabilities, Cost, Info, Mechanism, 
 from subquad.attention.exact.engine import clear, sums_dtype
 from subquad.attention.masks import Mask
 from subquad.attention.partial import Partial, combine
-from subquad.attention.sparse.buckets import BucketState, chunk_read, cut, cut_sorted
+from subquad.attention.sparse.buckets import BucketState, chunk_read, cut, cut_sorted, refuse_vmap
 from subquad.features.draws import draw_projection
 from subquad.kernels.block import EMPTY
 from subquad.kernels.grouped import CLOSED, grouped_softmax, joint_softmax, of_tokens
@@ -305,6 +305,7 @@ class Reformer(Mechanism):
     @torch.no_grad()
     def hash(self, x: Tensor) -> Tensor:
         """The bucket of each vector (R, B, H, L), of x (B, H, L, D), H a multiple of Hkv."""
+        refuse_vmap(self.name)
         batch, heads, length = x.shape[:3]
         rounds = self.config.rounds
         found = torch.zeros(rounds, batch, heads, length, dtype=torch.int64, device=x.device)

@@ -38,7 +38,7 @@ from subquad.attention.base import (
 )
 from subquad.attention.exact.engine import clear, sums_dtype
 from subquad.attention.masks import Mask
-from subquad.attention.sparse.buckets import BucketState, bucket_groups, cut
+from subquad.attention.sparse.buckets import BucketState, bucket_groups, cut, refuse_vmap
 from subquad.attention.summary.kmeans import nearest, sums
 from subquad.attention.summary.mass import open_queries, open_tokens, take
 from subquad.errors import CalibrationError, OptionError, ShapeError, UnsupportedError
@@ -483,6 +483,7 @@ class Routing(Mechanism):
 
     def _directions(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         """Those of queries, and of keys, zero where masked."""
+        refuse_vmap(self.name)
         return self._direction(q), self._direction(clear(k, k[..., :0], mask)[0])
 
     def _nearest(self, x: Tensor) -> Tensor:

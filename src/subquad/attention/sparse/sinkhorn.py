@@ -25,6 +25,7 @@ from subquad.attention.summary.mass import open_queries, open_tokens, take
 from subquad.errors import ShapeError
 from subquad.kernels.block import EMPTY, SCORE_BYTES
 from subquad.kernels.grouped import grouped_softmax
+from subquad.kernels.transforms import again, differentiated, transformed
 from subquad.options import (
     Config,
     choice_problem,
@@ -540,25 +541,47 @@ class _Balance(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, opened: Tensor, iterations: int) -> Tensor:
         x = torch.where(opened, logits, CLOSED).flatten(0, 1)
         heads = (*logits.shape[:2], -1, -1)
-        row, column = (~opened.any(n, keepdim=True).expand(heads).flatten(0, 1) for n in (-1, -2))
+        row, column = (t.expand(heads).flatten(0, 1) for t in _lost(opened))
         step, turns = _heads_at_once(x), 2 * iterations or 1
         parts = zip(x.split(step), row.split(step), column.split(step), strict=True)
         found = [_potentials(*part, turns) for part in parts]
         potentials = [torch.cat(part) for part in zip(*found, strict=True)]
-        ctx.save_for_backward(x, opened, *potentials)
+        ctx.save_for_backward(logits, opened, *potentials)
+        ctx.iterations = iterations
         x = x - potentials[-1]
         x = x.sub_(potentials[-2]) if iterations else x
         return torch.where(opened, x.view(logits.shape), CLOSED)
 
     @staticmethod
-    def backward(ctx: Any, bar: Tensor) -> tuple[Tensor, None, None]:
-        x, opened, *potentials = ctx.saved_tensors
+    def backward(ctx: Any, bar: Tensor) -> tuple[Tensor | None, ...]:
+        logits, opened, *potentials = ctx.saved_tensors
+        if differentiated():
+
+            def run(logits: Tensor) -> tuple[Tensor]:
+                return (_balance(logits, opened, ctx.iterations),)
+
+            return *again(run, (logits,), ctx.needs_input_grad[:1], (bar,)), None, None
+        x = torch.where(opened, logits, CLOSED).flatten(0, 1)
         x_bar = bar.masked_fill(~opened, 0.0).contiguous()  # changed through views
         step = _heads_at_once(x)
         parts = zip(*(t.split(step) for t in (x_bar.flatten(0, 1), x, *potentials)), strict=True)
         for part in parts:
             _balance_backward(*part)
         return x_bar, None, None
+
+
+def _lost(opened: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns without an open pair."""
+    return ~opened.any(-1, keepdim=True), ~opened.any(-2, keepdim=True)
+
+
+def _balance(logits: Tensor, opened: Tensor, iterations: int) -> Tensor:
+    """`balance` by differentiable operations alone: O(N·M) memory an iteration."""
+    x, lost = torch.where(opened, logits, CLOSED), _lost(opened)
+    for turn in range(2 * iterations or 1):
+        sums = x.logsumexp((-1, -2)[turn % 2], keepdim=True)
+        x = x - sums.masked_fill(lost[turn % 2], 0.0)
+    return torch.where(opened, x, CLOSED)
 
 
 def _heads_at_once(x: Tensor) -> int:
@@ -605,6 +628,8 @@ def balance(logits: Tensor, opened: Tensor, iterations: int) -> Tensor:
     Returns:
         (B, H, N, M), −1e30 where `opened` is False.
     """
+    if transformed():
+        return _balance(logits, opened, iterations)
     found: Tensor = _Balance.apply(logits, opened, iterations)  # type: ignore[no-untyped-call]  # torch's
     return found
 

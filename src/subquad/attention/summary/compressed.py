@@ -24,6 +24,7 @@ from subquad.attention.base import (
 from subquad.attention.exact.engine import CHUNK_BYTES, clear, fused, masked, sums_dtype, wide
 from subquad.attention.masks import Mask
 from subquad.attention.summary.engine import summary_attention
+from subquad.kernels.transforms import recomputes
 from subquad.options import Config, choice_problem, flag_problem, integer_problem
 
 __all__ = ["Compressed", "CompressedConfig", "CompressedState"]
@@ -381,7 +382,7 @@ class Compressed(Mechanism):
         edges = [(start, min(q.shape[2], start + rows)) for start in range(0, q.shape[2], rows)]
         # Each chunk copies the keys in its reach: too much to keep, where it is more than this.
         kept = len(edges) * width * (apart * rows + k.shape[0] * k.shape[1] * 2 * q.shape[-1])
-        again = torch.is_grad_enabled() and kept > 2 * CHUNK_BYTES
+        again = recomputes() and kept > 2 * CHUNK_BYTES
         parts = []
         for start, stop in reversed(edges):  # longest first: what they free serves the others
             run = functools.partial(

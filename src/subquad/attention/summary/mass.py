@@ -14,6 +14,7 @@ from torch import Tensor
 
 from subquad.attention.exact.engine import sums_dtype
 from subquad.attention.masks import Mask
+from subquad.kernels.transforms import mapped
 
 __all__ = ["column_mass", "of_rank", "open_queries", "open_tokens", "strata", "take"]
 
@@ -88,7 +89,10 @@ def _close(weights: Tensor, place: Tensor, window: int | Tensor, farthest: int) 
 
     Cost O(T·window), not O(T·S); no |place − j| exceeds `farthest`.
     """
-    most = min(farthest, int(window.max()) if isinstance(window, Tensor) else window)
+    if isinstance(window, Tensor):
+        most = farthest if mapped() else min(farthest, int(window.max()))
+    else:
+        most = min(farthest, window)
     if most < 0:
         return
     step = torch.arange(-most, most + 1, device=place.device)

@@ -16,19 +16,20 @@ Nothing of size L×S or L×M is kept: the chunks are computed again in the backw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
 from subquad.attention.summary.kmeans import coded
 from subquad.kernels.native import clusters as native
 from subquad.kernels.precision import own_precision
+from subquad.kernels.transforms import again, differentiated, transformed
 
 __all__ = ["ABSENT", "SPREAD", "Tables", "Window", "read"]
 
@@ -147,8 +148,32 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
         num (B, H, L, V), den and log_scale (B, H, L).
     """
     if _by_library(q, tables, window):
-        num, den, top = native.read(q, tables, window, scale, offset)
-        return Partial(num, den, top.masked_fill(den == 0, EMPTY_LOG_SCALE))
+        plain = functools.partial(_with, tables, window, scale, offset)
+        num, den, top = native.read(q, tables, window, scale, offset, plain)
+    else:
+        num, den, top = _by_operations(q, tables, window, scale, offset)
+    return Partial(num, den, top.masked_fill(den == 0, EMPTY_LOG_SCALE))
+
+
+def _with(
+    tables: Tables, window: Window | None, scale: float, offset: int, q: Tensor, keys: Tensor,
+    values: Tensor, spread: Tensor, members: Tensor | None, member_values: Tensor | None,
+    k: Tensor | None, v: Tensor | None, weight: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`_by_operations` with these tensors in the place of those that have gradients."""
+    tables = replace(
+        tables, keys=keys, values=values, spread=spread, members=members,
+        member_values=member_values,
+    )  # fmt: skip
+    if window is not None and k is not None and v is not None and weight is not None:
+        window = replace(window, keys=k, values=v, weight=weight)
+    return _by_operations(q, tables, window, scale, offset)
+
+
+def _by_operations(
+    q: Tensor, tables: Tables, window: Window | None, scale: float, offset: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """num, den and log_scale by torch operations, a chunk at a time."""
     batch, heads, queries, dim = q.shape
     count = len(tables.keys)  # N
     groups, blocks = batch * heads // count, -(-queries // BLOCK)
@@ -200,15 +225,17 @@ def read(q: Tensor, tables: Tables, window: Window | None, scale: float, offset:
         offset, window is not None and window.exact,
         max(1, CHUNK_BYTES // (wide * q.element_size())),
     )  # fmt: skip
-    out, top = _Read.apply(fixed, *tensors)  # type: ignore[no-untyped-call]  # torch's own
+    if transformed():
+        out, top = _differentiable(fixed, *tensors)
+    else:
+        out, top = _Read.apply(fixed, *tensors)  # type: ignore[no-untyped-call]  # torch's own
 
     def back(t: Tensor) -> Tensor:
         t = t.unflatten(2, (groups, BLOCK)).transpose(1, 2)
         return t.reshape(batch, heads, blocks * BLOCK, *t.shape[4:])[:, :, :queries]
 
     out, top = back(out), back(top)
-    den = out[..., -1]
-    return Partial(out[..., :-1], den, top.masked_fill(den == 0, EMPTY_LOG_SCALE))
+    return out[..., :-1], out[..., -1], top
 
 
 def _by_library(q: Tensor, tables: Tables, window: Window | None) -> bool:
@@ -243,6 +270,19 @@ def _pieces(
     return where + [(heads,)] * (len(tensors) - len(where))
 
 
+def _differentiable(fixed: _Fixed, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of all chunks by differentiable operations alone: O(L·(M + g + span)) memory."""
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for heads, blocks in _chunks(fixed, tensors[0]):
+        pieces = _pieces(fixed, heads, blocks, tensors)
+        parts = [t[at] for t, at in zip(tensors, pieces, strict=True)]
+        chunk = _Chunk(fixed.heads(heads), blocks, *parts)
+        found.setdefault(heads.start, []).append(chunk.differentiable_sums())
+    rows = [[torch.cat(t, 1) for t in zip(*parts, strict=True)] for parts in found.values()]
+    out, top = (torch.cat(t) for t in zip(*rows, strict=True))
+    return out, top
+
+
 class _Read(torch.autograd.Function):
     """`_Chunk` by chunk, computed again in the backward pass."""
 
@@ -262,9 +302,11 @@ class _Read(torch.autograd.Function):
         return out, top
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, out_bar: Tensor, _: Tensor) -> tuple[Any, ...]:
         tensors, fixed = ctx.saved_tensors, ctx.fixed
+        if differentiated():
+            run = functools.partial(_differentiable, fixed)
+            return None, *again(run, tensors, ctx.needs_input_grad[1:], (out_bar,))
         bars = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors]
         # backward() may run inside autocast
         with own_precision(out_bar):
@@ -326,6 +368,48 @@ class _Chunk:
             top = highest
         return out.view(*shape, -1), top.view(shape)
 
+    def differentiable_sums(self) -> tuple[Tensor, Tensor]:
+        """As `sums`, by operations that anything differentiates."""
+        fixed, shape = self.fixed, self.blocked.shape[:3]
+        least = -300.0 if self.rows.dtype == torch.float64 else -50.0
+
+        def exp(x: Tensor) -> Tensor:
+            return x.clamp_min(least).exp()
+
+        logits = self.rows @ self.keys.mT
+        top = logits.detach().amax(-1, keepdim=True)
+        near = None
+        if self.near is not None and fixed.exact and fixed.reach is not None:
+            near = self.blocked @ self._spans(self.near[0]).mT
+            near = near + (~fixed.reach).to(near.dtype) * ABSENT
+            top = torch.maximum(top, near.detach().amax(-1).flatten(1)[..., None])
+        top = top.clamp_min(0.1 * ABSENT)
+        weights = exp(logits - top)
+        spread = (self.rows @ fixed.whiten).square() @ self.spread.mT
+        phi = weights[..., : fixed.clusters] * spread.clamp_max(1.0 + SPREAD)
+        out = torch.cat([phi, weights[..., fixed.clusters :]], -1) @ self.values
+        if self.near is not None:
+            where, held = self._near_places()
+            change = -phi.unflatten(1, shape[1:]).gather(-1, where) * held
+            if near is not None:
+                change = change + exp(near - top.view(*shape, 1))
+            out = out + (change @ self._spans(self.near[1])).flatten(1, 2)
+        if self.members is None:
+            return out.view(*shape, -1), top.view(shape)
+        keys, values = self.members
+        self.phi = phi.detach()
+        scores = self._member_scores(keys, values)
+        highest = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
+        lift = exp(top - highest)
+        there = (scores.detach() > 0.5 * ABSENT).to(scores.dtype)
+        own = phi.gather(-1, self.chosen) * lift
+        own = own.repeat_interleave(keys.shape[2], -1) * self.found[..., -1]
+        change = (exp(scores - highest) - own) * there
+        found = values.flatten(2).flatten(0, 1).index_select(0, self.flat)
+        found = found.view(*scores.shape, -1)
+        out = out * lift + (change[..., None, :] @ found)[..., 0, :]
+        return out.view(*shape, -1), highest.view(shape)
+
     def pull_back(
         self, out_bar: Tensor, rows: Tensor, keys: Tensor, values: Tensor, spread: Tensor,
         *rest: Tensor,
@@ -363,16 +447,22 @@ class _Chunk:
         scores = _by_heads(self.blocked, self._spans(keys).mT)
         return scores.add_((~self.fixed.reach).to(scores.dtype) * ABSENT)
 
-    def _near_sums(self, scores: Tensor | None, top: Tensor) -> Tensor:
-        """What the window adds to the sums of the clusters, (n, b·R, V + 1)."""
+    def _near_places(self) -> tuple[Tensor, Tensor]:
+        """Clusters and weights (n, b, R, span) of the keys around each block."""
         assert self.near is not None and self.fixed.cluster is not None
         assert self.fixed.reach is not None
-        span, shape = self.fixed.reach.shape[-1], self.blocked.shape
+        span, rows = self.fixed.reach.shape[-1], self.blocked.shape[2]
         first = self.blocks.start * BLOCK
         where = self.fixed.cluster[:, first : first + self.near[0].shape[1]]
-        self.where = where.unfold(1, span, BLOCK)[:, :, None].expand(-1, -1, shape[2], -1)
+        where = where.unfold(1, span, BLOCK)[:, :, None].expand(-1, -1, rows, -1)
+        return where, self._spans(self.near[2])[:, :, None] * self.fixed.reach
+
+    def _near_sums(self, scores: Tensor | None, top: Tensor) -> Tensor:
+        """What the window adds to the sums of the clusters, (n, b·R, V + 1)."""
+        assert self.near is not None
+        shape = self.blocked.shape
+        self.where, self.held = self._near_places()
         self.estimates = self.phi.unflatten(1, shape[1:3]).gather(-1, self.where)
-        self.held = self._spans(self.near[2])[:, :, None] * self.fixed.reach
         self.change = self.estimates * self.held
         self.exact: Tensor | None = None
         if scores is None:

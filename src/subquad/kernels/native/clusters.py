@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from subquad.kernels.dispatch import forced
 from subquad.kernels.memory import has_data
 from subquad.kernels.native.arguments import Strided, rows, whole
 from subquad.kernels.native.engine import WORTH
 from subquad.kernels.native.library import library
+from subquad.kernels.transforms import again, differentiated
 
 if TYPE_CHECKING:
     from subquad.attention.summary.refined import Tables, Window
@@ -74,6 +75,10 @@ class _SumsCall(ctypes.Structure):
     ]
 
 
+Plain = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""num, den and log_scale of q and of all tensors of tables and window that have gradients."""
+
+
 def takes(*given: Tensor, gradients: bool = False) -> bool:
     """Whether the library can run a call with these tensors: in float32, on a CPU.
 
@@ -130,16 +135,17 @@ def sums(x: Tensor, cluster: Tensor, count: int, weight: Tensor | None) -> Tenso
 
 
 def read(
-    q: Tensor, tables: Tables, window: Window | None, scale: float, offset: int
+    q: Tensor, tables: Tables, window: Window | None, scale: float, offset: int, plain: Plain
 ) -> tuple[Tensor, Tensor, Tensor]:
     """num (B, H, L, V), den and log_scale (B, H, L) in float32.
 
     Arguments as in `subquad.attention.summary.refined.read`, in float32 on the CPU, with no more
-    than `MOST` refined clusters. Differentiable in all that has numbers, but for `whiten`.
+    than `MOST` refined clusters. Differentiable in all that has numbers, but for `whiten`; second
+    derivatives are those of `plain`, which computes the same by torch operations.
     """
     around = (None,) * 3 if window is None else (window.keys, window.values, window.weight)
     found: tuple[Tensor, Tensor, Tensor] = _Read.apply(  # type: ignore[no-untyped-call]  # torch's own
-        tables, window, scale, offset, q, tables.keys, tables.values, tables.spread,
+        plain, tables, window, scale, offset, q, tables.keys, tables.values, tables.spread,
         tables.members, tables.member_values, *around,
     )  # fmt: skip
     return found
@@ -148,8 +154,9 @@ def read(
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tables: Tables, window: Window | None, scale: float, offset: int, *given: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, plain: Plain, tables: Tables, window: Window | None, scale: float, offset: int,
+        *given: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         native = library()
         assert native is not None, "refused before"
         q = given[0]
@@ -159,17 +166,25 @@ class _Read(torch.autograd.Function):
         den, log_scale = q.new_empty(2, *q.shape[:3])
         call.num, call.den, call.scale = num.data_ptr(), den.data_ptr(), log_scale.data_ptr()
         native.subquad_read_clusters(ctypes.byref(call))
-        ctx.save_for_backward(*given)
-        ctx.options = tables, window, scale, offset
+        ctx.save_for_backward(log_scale, *given)
+        ctx.options, ctx.plain = (tables, window, scale, offset), plain
         ctx.mark_non_differentiable(log_scale)
         return num, den, log_scale
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, num_bar: Tensor, den_bar: Tensor, _: Tensor) -> Any:
+        log_scale, *given = ctx.saved_tensors
+        if differentiated():
+
+            def run(*given: Tensor) -> tuple[Tensor, Tensor]:
+                num, den, own = ctx.plain(*given)
+                more = torch.exp(own.detach() - log_scale)
+                return num * more[..., None], den * more
+
+            needs = ctx.needs_input_grad[5:]
+            return *[None] * 5, *again(run, given, needs, (num_bar, den_bar))
         native = library()
         assert native is not None, "refused before"
-        given = ctx.saved_tensors
         held: list[Tensor] = []
         call = _read_call(held, *ctx.options, *given)
         call.num_bar, call.den_bar = whole(held, num_bar), whole(held, den_bar)
@@ -183,7 +198,7 @@ class _Read(torch.autograd.Function):
                 bar = bar[..., : t.shape[-1]]
             bars.append(bar)
         native.subquad_read_clusters_backward(ctypes.byref(call))
-        return None, None, None, None, *bars
+        return *[None] * 5, *bars
 
 
 _BARS = (

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from subquad.kernels.dispatch import forced
 from subquad.kernels.memory import has_data
 from subquad.kernels.native.arguments import Alike, Strided, rows, whole
 from subquad.kernels.native.engine import DTYPES, WORTH
 from subquad.kernels.native.library import library
+from subquad.kernels.transforms import again, differentiated
 
 if TYPE_CHECKING:
     from subquad.attention.hybrid.stream import Hold
@@ -77,11 +79,12 @@ def takes(*given: Tensor) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, opened: Tensor | None, state: Tensor, mass: Tensor,
     held: Tensor, hold: Hold, fading: float, scale: float,
+    plain: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What queries read of the keys held when they come, and what is held at the end.
 
     Origins count the N places of the state first, then the tokens. Differentiable in q, k, v and
-    the state.
+    the state; second derivatives are those of `plain`.
 
     Args:
         q: (B, H, L, D), the queries of the last L of S tokens.
@@ -93,6 +96,8 @@ def attend(
         hold: sizes.
         fading: factor of all masses when keys are let go.
         scale: of the logits.
+        plain: the first two results by torch operations, of ``(opened, mass, held, q, k, v,
+            state)``.
 
     Returns:
         In float32: outputs (B, H, L, V), the logarithms of their normalisers (B, H, L), which are
@@ -104,7 +109,7 @@ def attend(
         state, mass, held = state.clone(), mass.clone(), held.clone()
     tensors = [t.to(torch.float32) for t in (q, k, v, state)]
     found: tuple[Tensor, ...] = _Attend.apply(  # type: ignore[no-untyped-call]  # torch's own
-        (hold, fading, scale), opened, mass, held, *tensors
+        (hold, fading, scale), plain, opened, mass, held, *tensors
     )
     out, lse, mass, held, places, gone = found
     return out, lse, mass, held, places, gone.long()
@@ -113,8 +118,8 @@ def attend(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, options: tuple[Hold, float, float], opened: Tensor | None, mass: Tensor,
-        held: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor,
+        ctx: Any, options: tuple[Hold, float, float], plain: Any, opened: Tensor | None,
+        mass: Tensor, held: Tensor, q: Tensor, k: Tensor, v: Tensor, state: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         hold, native = options[0], library()
         assert native is not None, "asked before"
@@ -129,16 +134,20 @@ class _Attend(torch.autograd.Function):
         call.mass_in = whole(kept, mass)
         call.mass, call.held, call.places = (t.data_ptr() for t in (new_mass, new_held, places))
         native.subquad_held(ctypes.byref(call))
-        ctx.save_for_backward(opened, held, q, k, v, state, out, lse, gone)
-        ctx.options = options
+        ctx.save_for_backward(opened, mass, held, q, k, v, state, out, lse, gone)
+        ctx.options, ctx.plain = options, plain
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(new_mass, new_held, places, gone)
         return out, lse, new_mass, new_held, places, gone
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, out_bar: Tensor | None, lse_bar: Tensor | None, *_: Any) -> Any:
-        opened, held, q, k, v, state, out, lse, gone = ctx.saved_tensors
+        opened, mass, held, q, k, v, state, out, lse, gone = ctx.saved_tensors
+        if differentiated():
+            run = functools.partial(ctx.plain, opened, mass, held)
+            needs = ctx.needs_input_grad[5:]
+            found = again(run, (q, k, v, state), needs, (out_bar, lse_bar))
+            return *[None] * 5, *found
         native = library()
         assert native is not None, "asked before"
         kept: list[Tensor] = []
@@ -153,7 +162,7 @@ class _Attend(torch.autograd.Function):
         call.q_bar, call.k_bar, call.v_bar = (rows(kept, t) for t in (q_bar, k_bar, v_bar))
         call.state_bar = state_bar.data_ptr()
         native.subquad_held_backward(ctypes.byref(call))
-        return None, None, None, None, *bars
+        return *[None] * 5, *bars
 
 
 def _call(

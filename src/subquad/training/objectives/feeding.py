@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.base import looking
+from subquad.kernels.transforms import refuse_graph
 from subquad.training.objectives.cross_entropy import losses
 from subquad.training.objectives.reading import Cut, Reading, Steps
 
@@ -194,5 +195,6 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> Any:
+        refuse_graph("stepped free running", "it keeps no graph of its gradients")
         factor = above[0]
         return None, None, *(None if one is None else factor * one for one in ctx.gradients)
