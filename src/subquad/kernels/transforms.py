@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from subquad.kernels.precision import own_precision
+
 __all__ = [
     "again",
     "differentiated",
@@ -90,7 +92,8 @@ def again(
     Returns:
         A gradient or None for every input, then for every parameter.
     """
-    with torch.enable_grad():
+    # backward() may run inside autocast
+    with torch.enable_grad(), own_precision(next(t for t in inputs if t is not None)):
         # One tensor may be several inputs: each gets a name of its own.
         own = [t.view_as(t) if need else t for t, need in zip(inputs, needs, strict=True)]
         results = function(*own)
