@@ -303,8 +303,9 @@ def table(result: dict[str, Any]) -> str:
         lines += [
             f"bible-es-en, verses joined to at least {TOKENS} source tokens, recipe `documents`; "
             f"BLEU and chrF by sacrebleu. `{VERSES}` is exact attention trained on single verses "
-            f"for {FIRST['training.epochs']} epochs; the others go on from it with documents for "
-            f"{THEN['training.epochs']}, with their attention in all layers.",
+            f"for {FIRST['training.epochs']} epochs: it ends after a few of them. The others go on "
+            f"from it with documents for {THEN['training.epochs']}, with their attention in all "
+            f"layers; `performer`, and in the cross-attention near_far, is {FAR}.",
             "",
             "| attention | BLEU greedy | BLEU beam | chrF beam | documents | minutes | tokens/s |",
             "|---|---:|---:|---:|---:|---:|---:|",

@@ -269,6 +269,12 @@ def continued(name: str, old: Tensor, new: Tensor) -> Tensor:
         ShapeError: if heads or widths differ.
         DtypeError: if the dtypes differ.
     """
+    continues(name, old, new)
+    return torch.cat([old, new], 2)
+
+
+def continues(name: str, old: Tensor, new: Tensor) -> None:
+    """Raises what `continued` does."""
     if old.shape[1] != new.shape[1] or old.shape[3] != new.shape[3]:
         heads = f"{'H' if name == 'q' else 'Hkv'}={old.shape[1]}"
         raise ShapeError(
@@ -277,7 +283,6 @@ def continued(name: str, old: Tensor, new: Tensor) -> Tensor:
         )
     if old.dtype != new.dtype:
         raise DtypeError(f"{name} must have the state's dtype {old.dtype}, given {new.dtype}")
-    return torch.cat([old, new], 2)
 
 
 class Mechanism(nn.Module, ABC):

@@ -9,20 +9,23 @@ backward pass instead of keeping it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
-from subquad.attention.base import State, continued
+from subquad.attention.base import State, continued, continues
 from subquad.attention.masks import Mask
 from subquad.attention.partial import EMPTY_LOG_SCALE, Partial
+from subquad.kernels.memory import has_data, large_pages
 from subquad.kernels.transforms import forward_mode, recomputes
 
 __all__ = [
@@ -50,9 +53,84 @@ CHUNK_ROWS = 256
 """Queries of a chunk where a mask keeps keys out of its reach: less of them is computed."""
 
 
+SPARE = 8
+"""A cache that grows by few tokens gets room for an eighth more."""
+
+
+class _Room:
+    """Memory of a cache behind its last token: who comes first takes it.
+
+    One tensor alone ends where the room begins, so that what is written there is seen by no
+    other: older states stay as they are.
+    """
+
+    def __init__(self, whole: Tensor, length: int) -> None:
+        self.whole, self.length = whole, length
+        self.lock = threading.Lock()
+
+    @classmethod
+    def tensor(cls, like: Tensor, rows: int, length: int) -> Tensor:
+        """(rows, H, length, ·) to be filled, with room behind."""
+        size = length + length // SPARE + 1
+        whole = like.new_empty(rows, like.shape[1], size, like.shape[3])
+        large_pages(whole)
+        return cls(whole, length)._end()
+
+    def _end(self) -> Tensor:
+        end = self.whole[:, :, : self.length]
+        _rooms[end] = self
+        return end
+
+    def take(self, old: Tensor, new: Tensor) -> Tensor | None:
+        """`old` and `new` in one, or None: `old` is not the last, or there is no room."""
+        start, stop = old.shape[2], old.shape[2] + new.shape[2]
+        with self.lock:
+            if self.length != start or stop > self.whole.shape[2]:
+                return None
+            self.length = stop
+        # `.data`: what a graph has saved of the tokens before does not change.
+        self.whole.data[:, :, start:stop] = new
+        return self._end()
+
+
+_rooms: Any = WeakIdKeyDictionary()
+"""The room behind each tensor that has one."""
+
+
+def _room_of(t: Tensor) -> _Room | None:
+    """The room behind a tensor, if a call may write there."""
+    room: _Room | None = _rooms.get(t)
+    if room is None or _watched(t) or t.is_inference() != torch.is_inference_mode_enabled():
+        return None
+    return room
+
+
+def _watched(t: Tensor) -> bool:
+    """Whether somebody looks at what happens to a tensor: then it is joined as ever."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling() or not has_data(t)
+
+
+def _grown(name: str, old: Tensor, new: Tensor) -> Tensor:
+    """As `continued`; without gradients a few tokens are written behind many, not all copied."""
+    if _watched(old) or new.shape[2] * SPARE > old.shape[2]:
+        return continued(name, old, new)
+    continues(name, old, new)
+    room = _room_of(old)
+    if room is not None and len(old) == len(new) and old.device == new.device:
+        found = room.take(old, new)
+        if found is not None:
+            return found
+    length = old.shape[2] + new.shape[2]
+    found = _Room.tensor(old, len(old), length)
+    return torch.cat([old, new], 2, out=found)
+
+
 @dataclass(frozen=True, eq=False)
 class KeyValueState(State):
     """All past keys and values: 4·S·(D+V) bytes a row and key/value head in float32.
+
+    A state that grows token by token without gradients has room for an eighth more behind it,
+    which the next one takes; older states see the same memory, up to their own end.
 
     Args:
         k: (B, Hkv, S, D), zero where `key` is False.
@@ -66,9 +144,21 @@ class KeyValueState(State):
 
     @classmethod
     def extend(
-        cls, state: KeyValueState | None, k: Tensor, v: Tensor, key: Tensor | None
+        cls,
+        state: KeyValueState | None,
+        k: Tensor,
+        v: Tensor,
+        key: Tensor | None,
+        *,
+        grows: bool = False,
     ) -> KeyValueState:
         """The state followed by new keys and values; without a state nothing is copied.
+
+        Args:
+            state: what came before, or None.
+            k, v: new keys (B, Hkv, S, D) and values (B, Hkv, S, V).
+            key: (B, S) bool, True = attend, or None.
+            grows: whether many more will follow, and none will be dropped.
 
         Raises:
             ShapeError: if `state` is of other heads or widths.
@@ -77,7 +167,8 @@ class KeyValueState(State):
         k, v = clear(k, v, Mask(key=key))
         if state is None:
             return cls(k, v, key)
-        joined = continued("k", state.k, k), continued("v", state.v, v)
+        join = _grown if grows else continued
+        joined = join("k", state.k, k), join("v", state.v, v)
         if state.key is not None or key is not None:
             before = state.k.new_ones(len(k), state.k.shape[2], dtype=torch.bool)
             after = k.new_ones(len(k), k.shape[2], dtype=torch.bool)
@@ -85,6 +176,17 @@ class KeyValueState(State):
                 [before if state.key is None else state.key, after if key is None else key], 1
             )
         return cls(*joined, key)
+
+    def select(self, rows: Tensor | Sequence[int]) -> KeyValueState:
+        """Keeps batch rows `rows`, in that order (beam reordering)."""
+
+        def chosen(t: Tensor) -> Tensor:
+            at = torch.as_tensor(rows, device=t.device)
+            if _room_of(t) is None:
+                return t.index_select(0, at)
+            return torch.index_select(t, 0, at, out=_Room.tensor(t, len(at), t.shape[2]))
+
+        return self.map(chosen)
 
 
 def clear(k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:

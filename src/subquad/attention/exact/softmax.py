@@ -211,7 +211,7 @@ class Softmax(Mechanism):
         key_mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, State]:
-        new = KeyValueState.extend(state, k, v, key_mask)
+        new = KeyValueState.extend(state, k, v, key_mask, grows=True)
         return self._cleared(q, new.k, new.v, Mask(causal=True, key=new.key), scale), new
 
     def _implied(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
