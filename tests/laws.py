@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -150,9 +151,29 @@ def derivatives(spec, kind):
     assert abs(forward - backward) <= 1e-8 * max(1.0, abs(backward))
 
 
-def second_derivatives(spec):
-    """Law 1 for gradients that have gradients: H t by autograd's graph, by forward over reverse,
+def derivatives_without_keys(spec, causal):
+    """Law 4 for transforms: rows with no key to attend have finite derivatives, second ones too,
+    and their gradients with a graph are those without.
+    """
+    mech, opened = make(spec), key_mask(2, 23)
+    opened[0, :4] = False
+    opened[1] = False
+    given = inputs(23, 23, grad=True, spec=spec, size=0.5)
+    with sdpa_kernel(SDPBackend.MATH):  # of torch's, the one with second derivatives
+        out = mech(*given, causal=causal, key_mask=opened)
+    bar, *along = directions([out, *given])
+    plain = torch.autograd.grad(out, given, bar, retain_graph=True, **UNREAD)
+    first = torch.autograd.grad(out, given, bar, create_graph=True, **UNREAD)
+    for one, other in zip(first, plain, strict=True):
+        close(one, other, gradient_rounding(mech))
+    second = torch.autograd.grad(inner(first, along), given, **UNREAD)
+    call = functools.partial(mech, causal=causal, key_mask=opened)
+    _, tangent = torch.func.jvp(call, given, tuple(along))
+    assert all(torch.isfinite(t).all() for t in (*second, tangent))
 
+
+def second_derivatives(spec):
+    """Law 1 for gradients that have gradients: H t by autograd's graph and forward over reverse,
     and, where the gradient is that of the function, by a symmetric difference of gradients: of
     step h = 1e-5 with an error of h²/6 = 2e-11 times the fourth derivative, and of rounding,
     `gradient_rounding`/h of the gradient at worst. The graph and the difference are those of

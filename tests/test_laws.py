@@ -58,6 +58,19 @@ def test_derivatives(spec, kind):
     laws.derivatives(spec, kind)
 
 
+@pytest.mark.parametrize(
+    ("spec", "causal"),
+    [
+        (spec, kind == "causal+key")
+        for spec in all_variants()
+        for kind in ("key", "causal+key")
+        if laws.takes(spec, laws.MASKS[kind](23, 23), 23, 23)
+    ],
+)
+def test_derivatives_without_keys(spec, causal):
+    laws.derivatives_without_keys(spec, causal)
+
+
 @pytest.mark.parametrize("spec", all_variants())
 def test_second_derivatives(spec):
     laws.second_derivatives(spec)

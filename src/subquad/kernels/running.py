@@ -23,6 +23,9 @@ __all__ = ["running_logsumexp"]
 CHUNK = 128
 """Tokens a chunk: small enough to stay in the cache."""
 
+PAIRS = 16
+"""Tokens a chunk where pairs of them are held."""
+
 
 def running_logsumexp(y: Tensor, start: Tensor | None = None) -> Tensor:
     """ln(exp(start) + Σ_{j ≤ i} exp(y_j)) for i = 1..S.
@@ -41,7 +44,7 @@ def running_logsumexp(y: Tensor, start: Tensor | None = None) -> Tensor:
     if start is None:
         start = torch.full_like(y[:, :1], EMPTY)
     if transformed():
-        return _whole(start, y)
+        return _differentiable(y, start)
     result: Tensor = _running_logsumexp(y, start)
     return result
 
@@ -62,6 +65,23 @@ def _running_logsumexp(y: Tensor, start: Tensor) -> Tensor:
             to.copy_(_whole(before, part))
         total, top = sums[:, -1:], new
     return out
+
+
+def _differentiable(y: Tensor, start: Tensor) -> Tensor:
+    """All rows pair by pair in short chunks, whose derivatives are those of a softmax.
+
+    Not by `logcumsumexp`: its gradient takes the logarithm of what comes in, so that the
+    gradient's own is NaN where that is zero.
+    """
+    y, start = (torch.where(t < 0.5 * EMPTY, EMPTY, t) for t in (y, start))
+    found = []
+    for part in y.split(PAIRS, 1):
+        place = torch.arange(part.shape[1] + 1, device=y.device)
+        later = place > place[1:, None]
+        pairs = torch.cat([start, part], 1)[:, None].masked_fill(later[..., None], -torch.inf)
+        found.append(pairs.logsumexp(2))
+        start = found[-1][:, -1:]
+    return torch.cat(found, 1) if found else y
 
 
 def _whole(before: Tensor, part: Tensor) -> Tensor:
@@ -125,7 +145,7 @@ def _backward(ctx: Any, out_bar: Tensor) -> tuple[Tensor | None, ...]:
     if differentiated():
 
         def run(y: Tensor, start: Tensor) -> tuple[Tensor]:
-            return (_whole(start, y),)
+            return (_differentiable(y, start),)
 
         return again(run, (y, start), ctx.needs_input_grad, (out_bar,))
     found: tuple[Tensor, Tensor] = _running_backward(y, start, out, out_bar)
