@@ -150,7 +150,7 @@ def commands():
     return sorted(line for line in lines if line.startswith("subquad "))
 
 
-QUICK = ("list", "describe", "doctor")
+QUICK = ("list", "describe")
 
 
 @pytest.mark.parametrize("command", commands())

@@ -23,6 +23,7 @@ VERBS = (
     ("convert",),
     ("suggest",),
     ("build-native",),
+    ("doctor",),
     ("bench",),
     ("bench", "speed"),
     ("bench", "approximation"),
