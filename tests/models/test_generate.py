@@ -9,11 +9,15 @@ import torch
 
 import subquad as sq
 from subquad import registry
+from subquad.attention.kernel.engine import LinearState
+from subquad.attention.stack import SharedMemory
 from subquad.errors import UnsupportedError
 from subquad.kernels.native import library
 from variants import VARIANTS
 
 pytest.importorskip("transformers")
+
+from subquad.models.seq2seq import EncoderOutput  # needs transformers
 
 VOCABULARY, SOURCE, STEPS = 23, 11, 9
 
@@ -176,13 +180,19 @@ def test_a_cross_attention_is_causal_or_refused(mechanism):
 # ---- the cache itself --------------------------------------------------------------------------
 
 
+def times(n, encoded):
+    """What was read of each source n times, as `generate` gives it to beams.
+
+    Reading it n times would not do: a matrix product may round the same row in two ways.
+    """
+    return type(encoded)(**{name: one.repeat_interleave(n, 0) for name, one in encoded.items()})
+
+
 @pytest.mark.parametrize("mechanism", ["performer", "softmax", "local", "location"])
 def test_beams_of_one_source_share_its_memory(mechanism):
     cross = "softmax" if mechanism == "local" else mechanism
-    model, inputs = seq2seq(mechanism, cross), batch(left=False)
-    repeated = {name: given.repeat_interleave(2, 0) for name, given in inputs.items()}
-    cache = sq.models.StackCache()
-    encoded = model.encode(**repeated)
+    model, cache = seq2seq(mechanism, cross), sq.models.StackCache()
+    encoded = times(2, model.encode(**batch(left=False)))
     for tokens in (torch.ones(6, 1, dtype=torch.long), torch.arange(6, 12)[:, None]):
         with torch.no_grad():  # the second time each beam says something else
             model(encoder_outputs=encoded, decoder_input_ids=tokens, past_key_values=cache)
@@ -198,6 +208,117 @@ def test_beams_of_one_source_share_its_memory(mechanism):
         # The pattern is acf acf. A location-aware one notes where each beam has looked.
         shared = rows is within and mechanism != "location"
         assert same == [False, shared, False, shared]
+
+
+def beams_of(mechanism, cross, sources, beams):
+    """A model, and what it reads of each source for that many beams."""
+    model = seq2seq(mechanism, cross)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, VOCABULARY, (sources, SOURCE), generator=generator)
+    return model, times(beams, model.encode(input_ids=ids))
+
+
+def within_groups(generator, sources, beams):
+    """Beams that go on, each of its own source's; some twice or more, some not at all."""
+    picked = torch.randint(0, beams, (sources, beams), generator=generator)
+    return (picked + torch.arange(sources)[:, None] * beams).flatten()
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("mechanism", streaming())
+@torch.no_grad()
+def test_rows_that_stand_elsewhere_are_read_and_written_as_if_in_order(mechanism, record):
+    cross = mechanism if crosses(mechanism) else "softmax"
+    if record and not sq.describe(cross).capabilities.weights:
+        pytest.skip(f"{cross} has no weights")
+    sources, beams = 3, 4
+    model, encoded = beams_of(mechanism, cross, sources, beams)
+    generator = torch.Generator().manual_seed(1)
+    cache, plain = sq.models.StackCache(), sq.models.StackCache()
+    for step in range(8):
+        tokens = torch.randint(5, VOCABULARY, (sources * beams, 1), generator=generator)
+        found, wanted = [], []
+        out = model.hidden(encoded, tokens, past_key_values=cache, record=found if record else None)
+        truth = model.hidden(
+            encoded, tokens, past_key_values=plain, record=wanted if record else None
+        )
+        torch.testing.assert_close(out, truth, rtol=1e-9, atol=1e-9)
+        assert len(found) == len(wanted) == 2 * record
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        rows = within_groups(generator, sources, beams)
+        cache.reorder_cache(rows)
+        plain.state = plain.state.select(rows)  # taken out and put in: nothing is known of it
+        if step == 5:  # taken out, it is in order, and the cache goes on
+            kept = cache.state
+            for name, tensor in plain.state.tensors().items():
+                torch.testing.assert_close(kept.tensors()[name], tensor, rtol=1e-9, atol=1e-9)
+            before = {name: tensor.clone() for name, tensor in kept.tensors().items()}
+    for name, tensor in kept.tensors().items():
+        assert torch.equal(tensor, before[name]), "what was taken out is not written over"
+
+
+@torch.no_grad()
+def test_beams_of_a_source_read_one_memory_and_copy_only_what_is_wanted_twice(monkeypatch):
+    sources, beams = 3, 4
+    model, encoded = beams_of("performer", "performer", sources, beams)
+    cache = sq.models.StackCache()
+    tokens = torch.full((sources * beams, 1), 7)
+    model.hidden(encoded, tokens, past_key_values=cache)
+    held = [one for one in cache.place.state.attentions if isinstance(one, SharedMemory)]
+    assert [(one.times, len(one.state.s)) for one in held] == [(beams, sources)] * 2
+    copied = []
+    real = LinearState.overwritten
+
+    def counted(self, rows, by):
+        copied.append((rows.tolist(), by.tolist()))
+        return real(self, rows, by)
+
+    monkeypatch.setattr(LinearState, "overwritten", counted)
+    places = [one.s.data_ptr() for one in cache.place.state.attentions[::2]]
+    cache.reorder_cache(torch.tensor([1, 0, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11]))
+    assert copied == []  # they only change places
+    cache.reorder_cache(torch.tensor([0, 0, 2, 3, 4, 5, 6, 7, 11, 11, 11, 8]))
+    # The second reads 1; of the last four, 9 and 10 have to become 11.
+    assert copied == [([0, 10, 9], [1, 11, 11])] * 2
+    assert places == [one.s.data_ptr() for one in cache.place.state.attentions[::2]]
+
+
+@torch.no_grad()
+def test_rows_that_leave_their_source_or_their_number_take_the_plain_way():
+    sources, beams = 2, 3
+    model, encoded = beams_of("performer", "softmax", sources, beams)
+    tokens = torch.arange(5, 11)[:, None]
+    for rows in ([3, 0, 1, 4, 5, 2], [0, 1, 4], [0, 0, 1, 1, 2, 2, 3, 3]):
+        cache, plain = sq.models.StackCache(), sq.models.StackCache()
+        for one in (cache, plain):
+            model.hidden(encoded, tokens, past_key_values=one)
+        cache.reorder_cache(torch.tensor([1, 2, 1, 3, 5, 5]))
+        cache.reorder_cache(torch.tensor(rows))
+        wanted = plain.state.select([1, 2, 1, 3, 5, 5]).select(rows).tensors()
+        for name, tensor in cache.state.tensors().items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)
+    cache = sq.models.StackCache()
+    model.hidden(encoded, tokens, past_key_values=cache)
+    wanted = sq.models.StackCache()
+    model.hidden(encoded, tokens, past_key_values=wanted)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.arange(6))  # as many as there were rows before
+    expected = wanted.state.repeat(2).select(range(6)).tensors()
+    for name, tensor in cache.state.tensors().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+def test_gradients_of_equal_sources_stay_their_own():
+    model = seq2seq("performer", "softmax")
+    one = torch.randn(1, SOURCE, 24, dtype=torch.float64)
+    vectors = one.expand(2, -1, -1).clone().requires_grad_()
+    cache = sq.models.StackCache()
+    encoded = EncoderOutput(last_hidden_state=vectors)
+    for token in (5, 6):
+        out = model.hidden(encoded, torch.tensor([[token], [token]]), past_key_values=cache)
+    (found,) = torch.autograd.grad(out[0, 0, 0], vectors)
+    assert found[0].any() and not found[1].any()
 
 
 @pytest.mark.skipif(library.compiler() is None, reason="only its steps write states over")

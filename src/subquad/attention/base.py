@@ -193,6 +193,10 @@ class State:
     (snapshots are free).
     """
 
+    owns: ClassVar[bool] = False
+    """Whether its floating-point tensors are nobody else's, so that `overwritten` may write into
+    them."""
+
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, ``parts.0.k`` where states are nested."""
         found: dict[str, Tensor] = {}
@@ -219,6 +223,20 @@ class State:
     def repeat(self, n: int) -> Self:
         """Repeats every batch row n times, neighbours first (beam expansion)."""
         return self.map(lambda t: t.repeat_interleave(n, 0))
+
+    def overwritten(self, rows: Tensor, by: Tensor) -> Self:
+        """Rows `rows` become copies of rows `by`; this state itself is used up.
+
+        Without gradients, states that own their memory (`owns`) are written over in place, and
+        only these rows are moved.
+
+        Args:
+            rows: (n,) numbers of batch rows, none of them twice and none of them in `by`.
+            by: (n,) numbers of batch rows.
+        """
+        fields = dataclasses.fields(self)
+        new = {f.name: _overwritten(getattr(self, f.name), rows, by, self.owns) for f in fields}
+        return dataclasses.replace(self, **new)
 
     def clone(self) -> Self:
         """A deep copy."""
@@ -255,6 +273,27 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, tuple):
         return tuple(_map(part, function) for part in value)
     return value
+
+
+def _overwritten(value: Any, rows: Tensor, by: Tensor, owned: bool) -> Any:
+    if isinstance(value, State):
+        return value.overwritten(rows, by)
+    if isinstance(value, tuple):
+        return tuple(_overwritten(part, rows, by, owned) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    rows, by = rows.to(value.device), by.to(value.device)
+    if owned and writable(value):
+        return value.index_copy_(0, rows, value.index_select(0, by))
+    return value.index_copy(0, rows, value.index_select(0, by))
+
+
+def writable(t: Tensor) -> bool:
+    """Whether rows of a state's own tensor can be written over: nobody looks, none is repeated."""
+    repeated = any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True))
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or repeated:
+        return False
+    return t.is_floating_point() and t.is_inference() == torch.is_inference_mode_enabled()
 
 
 def continued(name: str, old: Tensor, new: Tensor) -> Tensor:

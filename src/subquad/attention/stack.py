@@ -97,6 +97,35 @@ class KeptKeys(State):
     key: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class SharedMemory(State):
+    """A memory that rows next to each other read, as a search's beams do, kept once for them all.
+
+    Inside of a cache alone: its rows are fewer than the batch's.
+
+    Args:
+        state: with a row for each group of rows.
+        times: rows of a group.
+    """
+
+    state: State
+    times: int
+
+    def apart(self) -> State:
+        """With a row for each."""
+        return self.state.repeat(self.times)
+
+    def joined(self, q: Tensor) -> Tensor:
+        """Queries (B, H, T, D) as (B/times, H, times·T, D)."""
+        rows, heads, tokens, width = q.shape
+        groups = q.view(rows // self.times, self.times, heads, tokens, width)
+        return groups.transpose(1, 2).flatten(2, 3)
+
+    def parted(self, out: Tensor) -> Tensor:
+        """The other way, for outputs and weights."""
+        return out.unflatten(2, (self.times, -1)).transpose(1, 2).flatten(0, 1)
+
+
 # ---- attention -------------------------------------------------------------------------------
 
 
@@ -162,6 +191,9 @@ class SummedAttention(MultiheadAttention):
 
     def look_up(self, q: Tensor, held: State) -> tuple[Tensor, State]:
         """Cross-attention to what `hold` has made, and what the next call looks up."""
+        if isinstance(held, SharedMemory):
+            out, new = self.look_up(held.joined(q), held.state)
+            return held.parted(out), replace(held, state=new)
         if not self._reads:
             assert isinstance(held, KeyValueState), "made by `hold`"
             return self.mechanism(q, held.k, held.v, key_mask=held.key, scale=self.scale), held
@@ -181,6 +213,8 @@ class SummedAttention(MultiheadAttention):
         Raises:
             OptionError: if keys are needed and not kept.
         """
+        if isinstance(held, SharedMemory):
+            return held.parted(self.held_weights(held.joined(q), held.state))
         with self._looking():
             if self._reads and self.mechanism.state_weights_for(self.mechanism.config):
                 return self.mechanism.weights(q, state=held, scale=self.scale)

@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 from subquad.attention.base import Mechanism
 from subquad.attention.stack import SelfAttentionBlock, TransformerDecoder, TransformerEncoder
 from subquad.errors import DtypeError, OptionError, ShapeError
-from subquad.models.cache import StackCache
+from subquad.models.cache import Rows, StackCache
 from subquad.models.configuration import TransformerConfig
 from subquad.models.entropy import token_cross_entropy
 from subquad.positions import position_ids
@@ -26,6 +26,7 @@ __all__ = [
     "can_stream",
     "keep_mask",
     "mean_cross_entropy",
+    "moved",
     "padding",
     "refuse",
     "returns_tuples",
@@ -220,6 +221,31 @@ def padding(
         keep = keep_mask(name, None if mask is None else mask[:, past:], tokens)
     ids = streamed_positions(mask, tokens.shape[1], stack)
     return {"key_mask": keep, "position_ids": ids}
+
+
+def moved(
+    cache: StackCache,
+    stack: TransformerEncoder | TransformerDecoder,
+    x: Tensor,
+    padded: dict[str, Any],
+    record: list[Tensor] | None = None,
+) -> Tensor:
+    """A stack's output for new tokens behind those of a cache, which moves on.
+
+    Args:
+        cache: of the tokens before.
+        stack: whose cache it is.
+        x: (B, T, C).
+        padded: by `padding`.
+        record: receives the weights of cross-attentions; None: not asked for.
+    """
+    asked: dict[str, Any] = {} if record is None else {"record": record}
+
+    def call(state: Any, donate: bool, rows: Rows) -> Any:
+        told = {name: rows(given) for name, given in padded.items()}
+        return stack.prefill(rows(x), state=state, donate=donate, **told, **asked)
+
+    return cache.move(call, record)
 
 
 def streamed_positions(

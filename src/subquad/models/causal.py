@@ -15,6 +15,7 @@ from subquad.attention.stack import TransformerEncoder
 from subquad.models.base import (
     StreamingModel,
     mean_cross_entropy,
+    moved,
     padding,
     refuse,
     returns_tuples,
@@ -94,9 +95,7 @@ class CausalTransformer(StreamingModel, GenerationMixin):
         padded = padding("attention_mask", attention_mask, x, self.decoder, cache)
         if cache is None:
             return self.decoder(x, causal=True, **padded)
-        return cache.move(
-            lambda state, donate: self.decoder.prefill(x, state=state, donate=donate, **padded)
-        )
+        return moved(cache, self.decoder, x, padded)
 
     @returns_tuples
     def forward(

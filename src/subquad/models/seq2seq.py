@@ -24,6 +24,7 @@ from subquad.errors import OptionError, ShapeError
 from subquad.models.base import (
     StreamingModel,
     mean_cross_entropy,
+    moved,
     padding,
     refuse,
     returns_tuples,
@@ -328,14 +329,10 @@ class Seq2SeqTransformer(StreamingModel, GenerationMixin):
         if encoded.memories is not None:
             memory = list(encoded.memories.unbind(1))
         cache, mask = past_key_values, decoder_attention_mask
-        options: dict[str, Any] = {
-            **padding("decoder_attention_mask", mask, x, self.decoder, cache),
-            "record": record,
-        }
+        padded = padding("decoder_attention_mask", mask, x, self.decoder, cache)
         if cache is not None and not cache.is_empty:
-            return cache.move(
-                lambda state, donate: self.decoder.prefill(x, state=state, donate=donate, **options)
-            )
+            return moved(cache, self.decoder, x, padded, record)
+        options: dict[str, Any] = {**padded, "record": record}
         options["memory_key_mask"] = encoded.mask
         options["memory_position_ids"] = self._memory_positions(encoded)
         if cache is None:

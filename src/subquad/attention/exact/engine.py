@@ -188,6 +188,17 @@ class KeyValueState(State):
 
         return self.map(chosen)
 
+    def overwritten(self, rows: Tensor, by: Tensor) -> KeyValueState:
+        """See `State.overwritten`: in place where the memory was made here, to grow in."""
+
+        def over(t: Tensor) -> Tensor:
+            at, other = rows.to(t.device), t.index_select(0, by.to(t.device))
+            return (
+                t.index_copy(0, at, other) if _room_of(t) is None else t.index_copy_(0, at, other)
+            )
+
+        return self.map(over)
+
 
 def clear(k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """k and v with zeros at keys that no query may read, so that what stood there never matters.

@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -98,6 +98,8 @@ class HeldKeys(State):
         far: what the far field keeps of those let go; None without one.
         even: `held` where it is the same in all rows, None where rows may differ.
     """
+
+    owns: ClassVar[bool] = True
 
     kv: Tensor
     mass: Tensor

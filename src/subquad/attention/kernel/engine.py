@@ -13,6 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -152,6 +153,8 @@ class LinearState(State):
         mass: (B, Hkv, 1, 1) total key weight, used by signed maps.
         length: tokens seen, masked ones included.
     """
+
+    owns: ClassVar[bool] = True
 
     s: Tensor
     z: Tensor
