@@ -298,6 +298,13 @@ def test_rows_that_leave_their_source_or_their_number_take_the_plain_way():
         wanted = plain.state.select([1, 2, 1, 3, 5, 5]).select(rows).tensors()
         for name, tensor in cache.state.tensors().items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=0)
+    chosen = torch.tensor([True, False, True, True, False, True])
+    cache = sq.models.StackCache()
+    model.hidden(encoded, tokens, past_key_values=cache)
+    cache.batch_select_indices(chosen)
+    expected = plain.state.select([0, 2, 3, 5]).tensors()
+    for name, tensor in cache.state.tensors().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
     cache = sq.models.StackCache()
     model.hidden(encoded, tokens, past_key_values=cache)
     wanted = sq.models.StackCache()

@@ -363,6 +363,7 @@ def table(result: dict[str, Any]) -> str:
         )
     lines += ["", "Beams: " + ", ".join(str(row["beam"]["beams"]) for row in rows[:1]) + "."]
     lines += [f"- {row['name']}: {row['note']}." for row in rows if row["note"]]
+    lines += [f"- {remark}" for remark in result.get("remarks", ())]
     if rows:
         lines += ["", f"BLEU signature: `{rows[0]['beam']['signature']}`."]
     lines += ["", f"{machine_line(result['machine'])}. Again: `subquad bench translation`.", ""]

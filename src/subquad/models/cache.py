@@ -112,6 +112,8 @@ class _Place(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
         if self.state is None or self._moved(indices):
             return
         state = self.plain()
