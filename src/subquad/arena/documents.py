@@ -72,7 +72,7 @@ VERSES = "verses"
 
 FIRST: dict[str, Any] = {"training.epochs": 12, "evaluation.patience": None}
 THEN: dict[str, Any] = {
-    "training.epochs": 5,
+    "training.epochs": 3,
     "optimiser.rate": 1.5e-3,
     "optimiser.warm_up": 100,
     "evaluation.patience": None,
