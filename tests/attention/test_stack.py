@@ -125,8 +125,16 @@ def test_the_usual_pattern_is_torchs_stack(norm_first, activation):
         }
         own = copy.deepcopy(stack)
         own.load_torch(part)  # gradients travel the way of weights
+        # Those of queries and keys are differences of what flows to the values, P∘(dP − Σ P·dP),
+        # and may cancel: rounding is relative to the largest of the block.
+        blocks: dict[str, float] = {}
         for key, value in own.state_dict().items():
-            close(found[f"{name}.{key}"], value, 5 * BACKWARD, f"gradient of {name}.{key}")
+            block = ".".join(key.split(".")[:2])
+            blocks[block] = max(blocks.get(block, 1e-3), value.abs().max().item())
+        for key, value in own.state_dict().items():
+            block = ".".join(key.split(".")[:2])
+            what = f"gradient of {name}.{key}"
+            close(found[f"{name}.{key}"], value, 5 * BACKWARD, what, blocks[block])
 
 
 def test_weights_of_another_stack_are_refused():
