@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata as metadata
+import math
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -199,24 +201,33 @@ def check(spec: str, device: torch.device) -> Iterator[Check]:
     if have.causal:
         ways.append(("causal", "causal gradient", True))
     for forward, gradient, causal in ways:
-        try:
-            found = _call(mechanism, device, torch.float32, causal)
-        except Exception as error:  # whatever a driver or a compiler may throw is the finding
-            yield Check(spec, forward, float("inf"), f"{type(error).__name__}: {error}")
+        found, problem = _tried(partial(_call, mechanism, device, torch.float32, causal))
+        if found is None:
+            yield Check(spec, forward, math.inf, problem)
             continue
         with use("torch"):
             wanted = _call(truth, torch.device("cpu"), torch.float64, causal)
         yield Check(spec, forward, _difference(found[:1], wanted[:1]))
         yield Check(spec, gradient, _difference(found[1:], wanted[1:]))
     if have.state and have.qkv:
-        try:
-            steps = _steps(mechanism, device)
-        except Exception as error:
-            yield Check(spec, "steps", float("inf"), f"{type(error).__name__}: {error}")
+        steps, problem = _tried(partial(_steps, mechanism, device))
+        if steps is None:
+            yield Check(spec, "steps", math.inf, problem)
             return
         q, k, v = _inputs(truth, torch.device("cpu"), torch.float64)
         with use("torch"), torch.no_grad():
             yield Check(spec, "steps", _difference([steps], [truth(q, k, v, causal=True)]))
+
+
+T = TypeVar("T")
+
+
+def _tried(run: Callable[[], T]) -> tuple[T | None, str]:
+    """What it gives, or None and what it raised: the finding, whatever a driver may throw."""
+    try:
+        return run(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _inputs(mechanism: Mechanism, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -263,7 +274,7 @@ def _difference(found: list[Tensor], wanted: list[Tensor]) -> float:
     for one, other in zip(found, wanted, strict=True):
         one = one.cpu().double()  # in this order: not every device has float64
         if not torch.isfinite(one).all():
-            return float("inf")
+            return math.inf
         scale = max(float(other.abs().max()), torch.finfo(torch.float32).tiny)
         worst = max(worst, float((one - other).abs().max()) / scale)
     return worst

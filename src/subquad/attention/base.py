@@ -291,7 +291,8 @@ def _overwritten(value: Any, rows: Tensor, by: Tensor, owned: bool) -> Any:
 def writable(t: Tensor) -> bool:
     """Whether rows of a state's own tensor can be written over: nobody looks, none is repeated."""
     repeated = any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True))
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or repeated:
+    watched = torch.is_grad_enabled() or t.requires_grad or torch.compiler.is_compiling()
+    if watched or repeated:
         return False
     return t.is_floating_point() and t.is_inference() == torch.is_inference_mode_enabled()
 
